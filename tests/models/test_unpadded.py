@@ -202,6 +202,34 @@ def test_several_clients_at_once(
         assert (states[1][name] - value).norm() < 1e-5 * value.norm().clamp(min=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["deep-bert", "gpt2", "llama-lm"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("layers", [None, [1]])
+def test_evaluation_attends_as_with_padding(
+    kind: str,
+    attention: str,
+    layers: list[int] | None,
+    tiny_folder: Path,
+    decoders: Path,
+    packed: list[TokenLayout],
+) -> None:
+    """Predictions, and hidden states that leave the frozen prefix, in two threads."""
+    model: dict[str, Any] = {"attention": attention} | ({} if layers is None else {"layers_to_transform": layers})
+    rows: list[Tensor] = []
+    for padding_free in (False, True):
+        changes = {"model": model, "engine": {"name": "batched", "padding_free": padding_free, "workers": 2}}
+        prepared = built(kind, tiny_folder, decoders, **changes)
+        job = prepared.evaluator.build_job(prepared.federation.begin(), None)
+        indices = np.arange(len(prepared.train))
+        prepared.engine.prepare(prepared.train, [indices[:20], indices[10:]])
+        before = len(packed)
+        rows.append(prepared.engine.predict(job, prepared.train, indices, 8))
+        assert (prepared.engine.prefixes.get_cache(prepared.train) is None) == (layers is None)
+    assert before < len(packed)
+    assert all(layout.same_attention for layout in packed[before:])
+    torch.testing.assert_close(rows[1], rows[0], rtol=1e-5, atol=1e-6)
+
+
 def verified_padding(prepared: Prepared) -> Padding:
     """Return the padding of an engine after its verification on the training data."""
     settings = prepared.config.build_training_settings()

@@ -221,10 +221,11 @@ def test_it_reaches_nothing_at_the_end(compared: Prepared) -> None:
     for key, passes in zip(keys()[:-1], completed, strict=False):
         clock.now = passes  # a pass takes a second
         effort.finish(key)
-        left = effort.estimate_left()
-        assert left == pytest.approx(total - passes)
+        left = total - passes
+        assert effort.estimate_left() == pytest.approx((left, left))
         clock.now += 0.5
-        assert effort.estimate_left() == pytest.approx(total - passes - 0.5), "it counts down between two counts"
+        assert effort.estimate_left() == pytest.approx((left - 0.5, left - 0.5)), "it counts down between two counts"
+        clock.now -= 0.5
 
 
 def test_batches_count_within_a_round(prepared: Prepared) -> None:
@@ -235,7 +236,8 @@ def test_batches_count_within_a_round(prepared: Prepared) -> None:
         clock.now = 3.0 * min(done, work)
         effort.stage(Stage("training", done, work))
         assert effort.completed == 3.0 * min(done, work)
-        assert done == 0 or effort.estimate_left() == pytest.approx(effort.total - effort.completed)
+        left = effort.total - effort.completed
+        assert done == 0 or effort.estimate_left() == pytest.approx((left, left))
     for clients, test in ((0, 0), (5, 0), (10, 0), (10, 3)):
         stage = Stage("evaluation", test or clients, 10)
         effort.stage(stage)
@@ -252,16 +254,49 @@ def test_what_only_the_first_round_waits_for_stops_the_clock(prepared: Prepared)
     effort.stage(training)
     clock.now = 10.0
     effort.stage(Stage("training", 12, 24))
-    expected = effort.estimate_left()
+    expected, _ = effort.estimate_left()
     effort.stage(Stage("hidden states", 0, 100, outer=training))
     clock.now = 20.0
     effort.stage(Stage("hidden states", 25, 100, outer=training))
-    assert effort.estimate_left() == pytest.approx(expected + 30.0)
+    assert effort.estimate_left() == pytest.approx((expected + 30.0, expected + 30.0))
     clock.now = 50.0
     effort.stage(Stage("training", 12, 24))
-    assert effort.estimate_left() == pytest.approx(expected)
+    assert effort.estimate_left() == pytest.approx((expected, expected))
     effort.stage(Stage("stacking", outer=training))
     assert effort.estimate_left() is None, "nobody knows how long that takes"
+
+
+def test_speeds_are_those_of_each_kind_of_passes_in_the_last_rounds(prepared: Prepared) -> None:
+    """A first round that takes four times as long, and evaluation that takes twice as long as assumed."""
+    clock = Clock()
+    effort, (examples, scored) = Effort(prepared, 0, clock), (24, 10)
+    lengths = {"training": 3.0, "evaluation": 2.0}
+    part = [("training", examples)] + [("evaluation", scored)] * (scored > 0)
+    for number, factor in ((1, 4.0), (2, 1.0)):
+        for name, count in part:
+            effort.stage(Stage(name, 0, count))
+            clock.now += factor * count * lengths[name]
+            effort.stage(Stage(name, count, count))
+        effort.finish(f"round {number}")
+    parts = effort._parts[2:]
+    expected = sum(part.training + 2.0 * part.evaluation for part in parts)
+    least, most = effort.estimate_left()
+    assert least == most
+    assert expected < most < 2.0 * expected
+
+
+def test_early_stopping_makes_a_range(prepared: Prepared) -> None:
+    federation = prepared.config.federation.model_copy(update={"early_stopping": 1})
+    config = prepared.config.model_copy(update={"federation": federation})
+    clock = Clock()
+    effort = Effort(replace(prepared, config=config), 0, clock)
+    clock.now = effort._parts[0].work
+    effort.finish("round 1", best=1)
+    (second, third, closing) = (part.work for part in effort._parts[1:])
+    assert effort.estimate_left() == pytest.approx((second + closing, second + third + closing))
+    clock.now += second
+    effort.finish("round 2", best=2)
+    assert effort.estimate_left() == pytest.approx((third + closing, third + closing))
 
 
 def test_rounds_and_epochs_that_are_not_run_are_no_work(compared: Prepared) -> None:

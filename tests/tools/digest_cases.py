@@ -61,6 +61,10 @@ def build_cases(folder: Path) -> dict[str, dict[str, Any]]:
         "reduction-flame": {"federation": {"reduction": "flame"}},
         "clip-fixed-norm": {"federation": {"max_norm": 0.05}},
         "full-cohort": {"federation": {"clients_per_round": None}},
+        "frozen-layers": {
+            "model": {"layers_to_transform": [1], "head_init": "auto", "target_modules": ["query", "value"]},
+            "data": {"test_fraction": 0.2},
+        },
         "dropout": {"training": {"lora_dropout": 0.1}},
         "accumulation": {"training": {"gradient_accumulation_steps": 2}},
         **_build_tasks(folder),

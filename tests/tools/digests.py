@@ -71,7 +71,7 @@ def _digest_tensors(name: str, path: Path) -> dict[str, Any]:
         tensors[tensor] = f"{entry['dtype']}{entry['shape']} {hashlib.sha256(content).hexdigest()[:32]}"
     if not structure:
         return {name: {"tensors": dict(sorted(tensors.items()))}}
-    if structure["kind"] == "client":
+    if structure.get("kind") == "client":
         return {f"{Path(name).parent}/{part}": value for part, value in _split_state(structure, tensors)}
     return {name: {"value": _insert_digests(structure, tensors)}}
 

@@ -188,7 +188,7 @@ def test_hidden_states_are_zero_behind_each_example_s_own_and_come_in_the_model_
     cache, reason = PrefixCache.make(prepared.engine.adapted, prepared.task, prepared.train, budget=1 << 20)
     assert cache is not None, reason
     indices = [int(prepared.train.lengths.argmin()), int(prepared.train.lengths.argmax()), 3]
-    cache.ensure(np.array(indices), 2)
+    cache.ensure([np.array(indices)], 2)
     hidden = cache.compute_hidden(indices, 14)
     assert hidden.dtype == torch.bfloat16
     assert hidden.shape == (3, 14, 16)
@@ -371,17 +371,17 @@ def test_interrupted_and_taken_up_again(folders: Mapping[str, Path]) -> None:
     cache, _ = PrefixCache.make(adapted, prepared.task, prepared.train, budget=1 << 20)
     assert whole is not None, reason
     indices = np.arange(40)
-    whole.ensure(indices, 8)
+    whole.ensure([indices], 8)
     own = [vars(module).get("forward") for module in adapted.model.modules()]
     cache.task = Interrupting(prepared.task, 3)
     adapted.train_mode(frozenset())
     with pytest.raises(KeyboardInterrupt):
-        cache.ensure(indices, 8)
+        cache.ensure([indices], 8)
     assert adapted.model.training
     assert own == [vars(module).get("forward") for module in adapted.model.modules()]
     with pytest.raises(ValueError, match="no hidden states of examples"):
         cache.compute_hidden(indices.tolist())
-    cache.ensure(indices, 8)
+    cache.ensure([indices], 8)
     assert torch.allclose(
         cache.compute_hidden(indices.tolist()), whole.compute_hidden(indices.tolist()), rtol=1e-5, atol=1e-6
     )
@@ -393,7 +393,7 @@ def test_a_pass_that_fails_leaves_the_model_as_it_was(folders: Mapping[str, Path
     cache, reason = PrefixCache.make(adapted, prepared.task, prepared.train, budget=1 << 20)
     assert cache is not None, reason
     own = [vars(module).get("forward") for module in adapted.model.modules()]
-    cache.ensure(np.arange(4), 4)
+    cache.ensure([np.arange(4)], 4)
     batch = prepared.task.collate(prepared.train, [0, 1], adapted.device)
     with pytest.raises(ValueError, match="hidden states of shape"), cache.prefix.feed(cache.compute_hidden([0, 1, 2])):
         prepared.task.compute_loss(adapted.model, batch)
@@ -412,7 +412,7 @@ def test_replicas_in_threads_share_what_is_computed(folders: Mapping[str, Path])
     def work(number: int) -> None:
         try:
             for _ in range(3):
-                others[number].ensure(prepared.train, indices[number * 20 :])
+                others[number].ensure(prepared.train, [indices[number * 20 :]])
         except BaseException as error:  # a thread's own would be lost
             errors.append(error)
 
@@ -427,7 +427,7 @@ def test_replicas_in_threads_share_what_is_computed(folders: Mapping[str, Path])
     chosen = [5, 60, 99]
     batch = prepared.task.collate(prepared.train, chosen, adapted.device)
     for caches in (first, *others):
-        caches.ensure(prepared.train, np.array(chosen))
+        caches.ensure(prepared.train, [np.array(chosen)])
         with torch.no_grad():
             wanted = prepared.task.compute_loss(caches.adapted.model.eval(), batch)
             with caches.feed(prepared.train, chosen):
@@ -474,7 +474,7 @@ def parts(prepared: Prepared) -> list[np.ndarray]:
 
 def filled(cache: PrefixCache, sets: list[np.ndarray]) -> list[torch.Tensor]:
     for indices in sets:
-        cache.ensure(indices, SETTINGS.batch_size)
+        cache.ensure([indices], SETTINGS.batch_size)
     return [cache.compute_hidden(indices.tolist()) for indices in sets]
 
 
@@ -528,7 +528,7 @@ def test_a_write_that_breaks_off_leaves_no_rows_to_be_taken_over(
 
         monkeypatch.setattr(cache, "_write", torn)
         with pytest.raises(MemoryError):
-            cache.ensure(other, 5)
+            cache.ensure([other], 5)
         assert not any(cache._stored.has_rows(indices) for indices in (other[:5], np.sort(other)[:5]))
         taken = [index for index in range(len(cache.computed)) if cache._stored._batch_of[index] >= 0]
         assert len(taken) < len(cache.computed)
@@ -597,3 +597,24 @@ def test_a_series_has_the_bits_of_its_runs_alone(tiny_folder: Path, tmp_path: Pa
             assert left.keys() == right.keys()
             assert all(torch.equal(left[name], right[name]) for name in left)
     assert shared < 0.6 * sum(computed)
+
+
+def test_threads_of_an_engine_share_the_batches(tiny_folder: Path, computed: list[int]) -> None:
+    """Each batch is computed once, from one part's examples, and as one thread computes it."""
+    prepared = build_deep(
+        tiny_folder, engine={"name": "batched", "workers": 2}, evaluation={"batch_size": SETTINGS.batch_size}
+    )
+    mine = parts(prepared)
+    mine.append(np.concatenate([mine[0][:3], mine[1]]))  # no example is computed twice
+    expected = filled(cache_of(prepared), mine)
+    sizes = sorted(computed)
+    computed.clear()
+    prepared.engine.prepare(prepared.train, mine)
+    assert sorted(computed) == sizes
+    assert len(prepared.engine._workers) == 2
+    cache = prepared.engine.prefixes.get_cache(prepared.train)
+    for indices, hidden in zip(mine, expected, strict=True):
+        assert torch.allclose(cache.compute_hidden(indices.tolist()), hidden, rtol=1e-5, atol=1e-6)
+    computed.clear()
+    prepared.engine.prepare(prepared.train, mine)
+    assert not computed

@@ -160,11 +160,15 @@ class TokenLayout:
         lengths: Length of each example, (B,); examples of length 0 belong to no client and are left out.
         tokens: Number of tokens of the longest example, T.
         clients: Number of clients, C, with equally many examples each, one client below the other.
+        same_attention: Attend in the shape of the padded batch. The bits are those with padding, where the product of a
+            row does not depend on other rows.
     """
 
-    def __init__(self, lengths: np.ndarray, tokens: int, device: torch.device, clients: int = 1) -> None:
+    def __init__(
+        self, lengths: np.ndarray, tokens: int, device: torch.device, clients: int = 1, same_attention: bool = False
+    ) -> None:
         self.lengths, self.tokens, self.device, self.clients = lengths, tokens, device, clients
-        self.used = int(lengths.sum())
+        self.same_attention, self.used = same_attention, int(lengths.sum())
         self.places = round_up(self.used)
         self._starts = lengths.cumsum() - lengths
         self._along: dict[int, tuple[Tensor, Tensor]] = {}
@@ -273,7 +277,7 @@ class TokenLayout:
         mask: Any,
         options: dict[str, Any],
     ) -> Tensor:
-        """Run a model's own attention bin by bin.
+        """Run a model's own attention bin by bin, or (``same_attention``) in the padded batch.
 
         Args:
             forward: Transformers' eager attention of the model's family, or its fused one.
@@ -286,6 +290,11 @@ class TokenLayout:
         Returns:
             (1, P, heads, d).
         """
+        if self.same_attention:
+            padded = [self.unpack(x.transpose(1, 2).flatten(2)) for x in (query, key, value)]
+            heads = [x.unflatten(2, (-1, query.shape[3])).transpose(1, 2) for x in padded]  # with a model's own strides
+            output = forward(module, *heads, mask, **options)[0]
+            return self.pack(output.flatten(2)).unflatten(2, output.shape[2:])
         parts = zip(*(self._split_parts(tensor) for tensor in (query, key, value)), strict=True)
         outputs = [
             forward(module, *part, masked, **options)[0].flatten(0, 1)

@@ -101,8 +101,10 @@ def _mask(*args: Any, **options: Any) -> Any:
     layout = get_current_layout()
     if layout is not None and layout.variable:
         return None
-    from transformers.masking_utils import eager_mask
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
+    if layout is not None and layout.same_attention and layout.fused:
+        return sdpa_mask(*args, **options)
     return eager_mask(*args, **{**options, "allow_is_bidirectional_skip": False})
 
 
@@ -155,8 +157,8 @@ class Unpadded:
         """Whether attention takes texts of variable length, which PyTorch has for GPUs in half precision."""
 
     @contextmanager
-    def within(self, layout: TokenLayout) -> Generator[None]:
-        """Run forward passes of a batch without padding within this context.
+    def within(self, layout: TokenLayout) -> Generator[TokenLayout]:
+        """Run forward passes of a batch without padding within this context, which yields the layout.
 
         Raises:
             Padded: If a forward pass within the context can't run without padding.
@@ -170,7 +172,7 @@ class Unpadded:
                     last = block is self._blocks[-1]
                     contexts.enter_context(replace_forward(block, _wrap_packed_forward(block.forward, layout, last)))
                 self._config._attn_implementation = _ATTENTION
-                yield
+                yield layout
         finally:
             self._config._attn_implementation = attention
             _CURRENT.reset(token)

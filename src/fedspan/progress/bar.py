@@ -23,6 +23,7 @@ from fedspan.progress.remaining_time import Effort, describe_stage
 from fedspan.training.stages import Stage
 
 _QUIET = 10.0
+_SIMILAR = 1.2  # ratio up to which two estimates are one
 _RARER = 20  # progress lines become less frequent: one per this fraction of the elapsed time
 
 
@@ -92,6 +93,13 @@ class LiveBar(ABC):
         """Render the current progress."""
 
 
+def _format_range(least: float, most: float) -> str:
+    """Format two estimates of a time, as one if they are similar."""
+    if most < _SIMILAR * least:
+        return format_duration((least + most) / 2)
+    return f"{format_duration(least)} to {format_duration(most)}"
+
+
 class ProgressBar(LiveBar, Listener):
     """Shows the rounds, the current stage and the time left while it is entered as a context manager."""
 
@@ -126,7 +134,7 @@ class ProgressBar(LiveBar, Listener):
     def on_round_finish(self, row: Mapping[str, Any]) -> None:
         assert self._effort is not None
         self.done = row["round"]
-        self._effort.finish(f"round {self.done}")
+        self._effort.finish(f"round {self.done}", row.get("best_round"))
         self._losses.clear()
         self._now = "training" if self.done < self.rounds else "measuring the best round"
 
@@ -160,7 +168,7 @@ class ProgressBar(LiveBar, Listener):
                 now += f", {stage.done} of {stage.total} {stage.unit}"
         left = None if self._effort is None else self._effort.estimate_left()
         times = f"elapsed {format_duration(self._clock() - self._began)}"
-        return f"{now}, {times}" + ("" if left is None else f", about {format_duration(left)} left")
+        return f"{now}, {times}" + ("" if left is None else f", about {_format_range(*left)} left")
 
     def _render_bars(self, prepared: Prepared) -> list[Table]:
         bars = Table.grid(padding=(0, 1))

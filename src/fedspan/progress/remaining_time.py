@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-
-from rich.progress import Progress
+from dataclasses import dataclass, replace
 
 from fedspan.assembly.run import Prepared
 from fedspan.training.stages import Stage, StageName
@@ -63,6 +61,7 @@ class _Part:
     key: str
     training: float
     evaluation: float
+    round: int | None = None
 
     @property
     def work(self) -> float:
@@ -70,7 +69,7 @@ class _Part:
 
 
 class Effort:
-    """Counts the total and the finished work of a run, and estimates the time left by the speed that rich measures.
+    """Counts the total and the finished work of a run, and estimates the time left by the measured speeds.
 
     What only the first round waits for is no part of this work: the clock stands still meanwhile.
     """
@@ -78,28 +77,24 @@ class Effort:
     def __init__(self, prepared: Prepared, done: int, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._parts = _list_parts(prepared, done)
-        self._at = 0
-        self._floor = 0.0  # work of the finished parts
+        self._patience = prepared.config.federation.early_stopping
+        self._at, self._round, self._best = 0, done, 0
+        self._done = {"training": 0.0, "evaluation": 0.0}  # finished work of the current part
         self._before = self._measured = 0  # examples of this part's earlier measurements, and of the current one
         self._stopped, self._stopped_at = 0.0, math.nan  # seconds for which the clock stood still; since when it does
         self._once: tuple[Stage, float] | None = None  # the stage that it stands still for, and when that began
-        self._counted = clock()
-        # The display is ProgressBar's; the speed is that of the last 1,000 counts, however long ago they were.
-        self._progress = Progress(disable=True, get_time=self._get_working_time, speed_estimate_period=math.inf)
-        self._total = sum(part.work for part in self._parts)  # not rich's: a new total would reset its speed
-        task = self._progress.add_task("work", total=None)
-        self._progress.advance(task, 0)  # rich measures speeds from the first count
-        (self._task,) = self._progress.tasks
-
-    @property
-    def total(self) -> float:
+        self._last: Stage | None = None  # the last stage of training or evaluation
+        self._seen = self._counted = clock()
+        self._is_counted = False  # whether a stage of the current part has counted anything
+        self._work, self._seconds = dict.fromkeys(self._done, 0.0), dict.fromkeys(self._done, 0.0)
+        self.total = sum(part.work for part in self._parts)
         """All work, in forward passes."""
-        return self._total
+        self._floor = 0.0  # work of the finished parts
 
     @property
     def completed(self) -> float:
         """Finished work, in forward passes."""
-        return self._task.completed
+        return self._floor + sum(self._done.values())
 
     def stage(self, stage: Stage | None) -> None:
         """Count what a stage has done of the current part."""
@@ -113,54 +108,90 @@ class Effort:
         if self._once is not None:
             self._stopped += self._clock() - self._stopped_at
             self._once = None
-        if stage is None or self._at == len(self._parts):
+        self._count_seconds()
+        if stage is None or stage.name not in self._done:
+            return
+        if stage.total is not None:  # a method that trains twice does more
+            stage = replace(stage, done=min(stage.done, stage.total))
+        last, self._last = self._last, stage
+        is_same = last is not None and last.name == stage.name and last.done <= stage.done
+        cost = _TRAINING if stage.name == "training" else 1.0
+        if passed := stage.done - (last.done if is_same and last is not None else 0):
+            self._work[stage.name] += cost * passed
+            self._counted, self._is_counted = self._seen, True
+        if self._at == len(self._parts):
             return
         part = self._parts[self._at]
         if stage.name == "training":
-            self._count(self._floor + min(part.training, _TRAINING * stage.done))
-        elif stage.name == "evaluation" and (self.completed > self._floor or not part.training):
+            self._done["training"] = max(self._done["training"], min(part.training, _TRAINING * stage.done))
+        elif self._done["training"] or not part.training:
             if stage.done < self._measured:
                 self._before += self._measured
             self._measured = stage.done
-            done = min(part.evaluation, self._before + self._measured)
-            self._count(self._floor + part.training + done)
+            self._done["training"] = part.training
+            self._done["evaluation"] = min(part.evaluation, self._before + self._measured)
 
-    def finish(self, key: str) -> None:
-        """Count a part as finished (``round 3``, ``closing``, ``local-only``); skipped ones are no work."""
+    def finish(self, key: str, best: int | None = None) -> None:
+        """Count a part as finished (``round 3``, ``closing``, ``local-only``); skipped ones are no work.
+
+        Args:
+            key: The part.
+            best: The best round so far, by which early stopping may end the run; None: unknown.
+        """
+        self._count_seconds()
         if all(part.key != key for part in self._parts[self._at :]):
             return  # an estimate ends no run
         while self._parts[self._at].key != key:
-            self._total -= self._parts[self._at].work
+            self.total -= self._parts[self._at].work
             self._at += 1
-        self._floor += self._parts[self._at].work
+        part, self._counted = self._parts[self._at], self._seen
+        self._floor += part.work
+        self._round, self._best = part.round or self._round, self._best if best is None else best
         self._at += 1
         self._before = self._measured = 0
-        self._progress.update(self._task.id, completed=min(self.completed, self._floor))
-        self._count(self._floor)
+        self._done = dict.fromkeys(self._done, 0.0)
+        if not self._is_counted:  # its stages were not reported
+            self._work["training"] += part.work
+        self._is_counted = False
+        for measured in (self._work, self._seconds):  # the last parts count most: the first prepare what others reuse
+            measured.update({name: value / 4 for name, value in measured.items()})
 
-    def _count(self, completed: float) -> None:
-        if completed > self.completed:
-            self._progress.advance(self._task.id, completed - self.completed)
-            self._counted = self._get_working_time()
+    def _count_seconds(self) -> None:
+        """Count the time since the last call as that of the last stage of training or evaluation."""
+        now = self._get_working_time()
+        self._seconds["training" if self._last is None else self._last.name] += now - self._seen
+        self._seen = now
 
     def _get_working_time(self) -> float:
         """Return the clock without the seconds for which it stood still."""
         return (self._clock() if self._once is None else self._stopped_at) - self._stopped
 
-    def estimate_left(self) -> float | None:
-        """Estimate the seconds left, counting down; None before a speed is known, and if the rest takes longer."""
-        speed = self._task.speed
-        if not speed:
-            return None
+    def estimate_left(self) -> tuple[float, float] | None:
+        """Estimate the seconds left, counting down: the least, if early stopping ends the run, and the most.
+
+        Returns:
+            Both numbers; None before a speed is known, and if the rest takes longer.
+        """
         once, current = 0.0, self._once
         if current is not None:
             stage, began = current
             if not stage.done or not stage.total:
                 return None
             once = (self._clock() - began) * (stage.total - stage.done) / stage.done
-        needed = math.ceil((self.total - self.completed) / speed)
-        seconds_left = needed - (self._get_working_time() - self._counted) + once
-        return seconds_left if seconds_left >= 1 else None
+        paces = {name: self._seconds[name] / work for name, work in self._work.items() if work}
+        if not any(paces.values()):
+            return None
+        slowest = max(paces.values())  # of the other kind of passes, if only one was measured
+        training, evaluation = (paces.get(name, slowest) for name in self._done)
+        most = -self._done["training"] * training - self._done["evaluation"] * evaluation
+        most += once - (self._get_working_time() - self._counted)
+        least = most
+        last = math.inf if self._patience is None else max(self._round + 1, self._best + self._patience)
+        for part in self._parts[self._at :]:
+            seconds = part.training * training + part.evaluation * evaluation
+            most += seconds
+            least += seconds if part.round is None or part.round <= last else 0.0
+        return (max(least, 0.0), most) if most >= 1 else None
 
 
 def _list_parts(prepared: Prepared, done: int) -> list[_Part]:
@@ -183,6 +214,7 @@ def _list_parts(prepared: Prepared, done: int) -> list[_Part]:
             f"round {n}",
             count_training_work(federation.draw_cohort(n - 1)),
             scored if n % every == 0 or n == rounds else 0,
+            n,
         )
         for n in range(done + 1, rounds + 1)
     ]

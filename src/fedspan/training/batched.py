@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from threading import Lock
 
 import numpy as np
@@ -34,6 +35,7 @@ from fedspan.training.engine import FinishJob, OpenJob
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings, convert_out_of_memory
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCaches
+from fedspan.training.services import join_features
 from fedspan.training.stacking import DEFAULT, PROBE_CLIENTS, MeasuringTime, StackingPlan, StackingRequest, tune
 from fedspan.training.stages import Stages
 from fedspan.training.worker import Worker
@@ -145,23 +147,42 @@ class BatchedEngine:
 
     def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
         """``Engine.prepare``."""
-        self._workers[0].loop.prepare(examples, parts)
+        self._workers[0].loop.prepare(examples, parts, self._run_caches)
+
+    def _run_caches(self, compute: Callable[[PrefixCaches], None]) -> None:
+        """Compute hidden states in several threads."""
+        run_parallel([partial(compute, worker.loop.prefixes) for worker in self._get_workers(self._count_threads())])
 
     def predict(
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
     ) -> Tensor:
         """``Engine.predict``."""
         self._workers[0].loop.references.ensure(examples, [indices])  # before threads share the weights
+        if not generate:  # generated answers have other lengths
+            self.prefixes.ensure(examples, [indices], self._run_caches)
+        count = 1 if self.stacking is None else self.stacking.workers
+        rows = self._compute_rows(job, examples, indices, batch_size, count, generate=generate)
+        return torch.stack([rows[index] for index in indices.tolist()])
+
+    def _compute_rows(
+        self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int, count: int, **options: bool
+    ) -> dict[int, Tensor]:
+        """Call ``TrainingServices.compute_rows`` in up to ``count`` threads."""
         batches = split_evaluation_batches(indices, examples.lengths, batch_size)
-        workers = self._get_workers(min(1 if self.stacking is None else self.stacking.workers, len(batches)))
+        workers = self._get_workers(min(count, len(batches)))
+        remaining = reversed(batches)  # which threads share, the longest texts first
         rows: dict[int, Tensor] = {}
 
-        def predict_share(number: int) -> None:
-            share = batches[number :: len(workers)]
-            rows.update(workers[number].loop.compute_rows(job, examples, share, generate=generate))
+        def compute_share(worker: Worker) -> None:
+            rows.update(worker.loop.compute_rows(job, examples, remaining, **options))
 
-        run_parallel([lambda number=number: predict_share(number) for number in range(len(workers))])
-        return torch.stack([rows[index] for index in indices.tolist()])
+        run_parallel([partial(compute_share, worker) for worker in workers])
+        return rows
+
+    def _count_threads(self) -> int:
+        """Return the number of threads of passes that no plan is for: a resumed run knows it before the first round."""
+        threads = torch.get_num_threads() if self.adapted.device.type == "cpu" else 1
+        return self.request.workers or min(DEFAULT.workers, threads)
 
     def evaluate(
         self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, bounded: bool = False
@@ -277,7 +298,9 @@ class BatchedEngine:
 
     def compute_features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
         """``Engine.compute_features``."""
-        return self._workers[0].loop.compute_features(job, examples, indices, batch_size)
+        self.prefixes.ensure(examples, [indices], self._run_caches)
+        rows = self._compute_rows(job, examples, indices, batch_size, self._count_threads(), features=True)
+        return join_features(rows, indices)
 
     @property
     def refusal(self) -> str | None:
@@ -289,8 +312,8 @@ class BatchedEngine:
         """Return ``count`` workers, all with the current base."""
         while len(self._workers) < max(1, count):
             loop = LoopEngine(self.adapted.create_replica(), self.task, self.settings, self.seed, stages=self.stages)
-            loop.prefixes = self._workers[0].loop.prefixes.create_replica(loop.adapted)
             loop.padding = self._workers[0].loop.padding.create_replica(loop.adapted)
+            loop.prefixes = self._workers[0].loop.prefixes.create_replica(loop.adapted, loop.padding)
             loop.features = self._workers[0].loop.features
             self._workers.append(Worker(loop))
         workers = self._workers[: max(1, count)]

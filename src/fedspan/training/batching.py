@@ -151,8 +151,14 @@ class Padding:
         return self._unpadded is not None and self._state.refusal is None
 
     def remove_padding(
-        self, batch: Mapping[str, Tensor], lengths: np.ndarray, clients: int = 1, real: np.ndarray | None = None
-    ) -> AbstractContextManager[None]:
+        self,
+        batch: Mapping[str, Tensor],
+        lengths: np.ndarray,
+        clients: int = 1,
+        real: np.ndarray | None = None,
+        *,
+        same_attention: bool = False,
+    ) -> AbstractContextManager[TokenLayout | None]:
         """Run a batch's forward passes within this context without padding, if that pays.
 
         Args:
@@ -160,10 +166,16 @@ class Padding:
                 mask would make the host wait for the device.
             clients: Number of clients whose examples are stacked in the batch, equally many of each.
             real: (B,), false for filler examples that belong to no client.
+            same_attention: Attend as with padding (``TokenLayout``), on a CPU; elsewhere, run with padding.
+
+        Returns:
+            A context that yields the layout, or None if the passes run with padding.
         """
         if self._unpadded is None or self._state.refusal is not None:
             return nullcontext()
-        layout = build_layout(batch, lengths, clients, real)
+        if same_attention and self.adapted.device.type != "cpu":
+            return nullcontext()
+        layout = build_layout(batch, lengths, clients, real, same_attention)
         return nullcontext() if layout is None or layout.padding < _WORTH else self._unpadded.within(layout)
 
     def _verify(self, unpadded: Unpadded, examples: Examples) -> None:
@@ -207,7 +219,11 @@ class _State:
 
 
 def build_layout(
-    batch: Mapping[str, Tensor], lengths: np.ndarray, clients: int = 1, real: np.ndarray | None = None
+    batch: Mapping[str, Tensor],
+    lengths: np.ndarray,
+    clients: int = 1,
+    real: np.ndarray | None = None,
+    same_attention: bool = False,
 ) -> TokenLayout | None:
     """Return the layout of a batch that is padded on the right; None if it has no mask by token."""
     mask: Any = batch.get("attention_mask")
@@ -215,7 +231,7 @@ def build_layout(
         return None
     if real is not None:
         lengths = np.where(real, lengths, 0)
-    return TokenLayout(lengths.astype(np.int64), mask.shape[1], mask.device, clients)
+    return TokenLayout(lengths.astype(np.int64), mask.shape[1], mask.device, clients, same_attention)
 
 
 def _is_padded_right(batch: Mapping[str, Tensor], lengths: np.ndarray) -> bool:

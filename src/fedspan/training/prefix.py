@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from threading import Condition, Lock
@@ -26,7 +26,7 @@ from fedspan.models.offload import is_offloaded
 from fedspan.models.prefix import FrozenPrefix, NoPrefix, list_live_modules
 from fedspan.tasks.losses import get_logits
 from fedspan.tasks.task import Examples, Task
-from fedspan.training.batching import split_evaluation_batches
+from fedspan.training.batching import Padding, split_evaluation_batches
 from fedspan.training.jobs import PrefixSettings, convert_out_of_memory
 from fedspan.training.prefix_rows import PrefixRows, PrefixStore, compute_prefix_key, store_in_use
 from fedspan.training.stages import Stages
@@ -62,6 +62,8 @@ class PrefixCache:
         store: PrefixStore | None = None,
     ) -> None:
         self.prefix, self.adapted, self.task, self.examples = prefix, adapted, task, examples
+        self.padding: Padding | None = None
+        """Runs passes of ``ensure`` without padding; None: they are padded."""
         lengths = np.asarray(examples.lengths)
         if not len(lengths):
             raise NoPrefix("there are no examples")
@@ -102,6 +104,7 @@ class PrefixCache:
         budget: int,
         file: Path | None = None,
         store: PrefixStore | None = None,
+        padding: Padding | None = None,
     ) -> tuple[PrefixCache | None, str]:
         """Make a cache that is verified on the logits of a few examples, or return None and the reason why not.
 
@@ -115,6 +118,7 @@ class PrefixCache:
             budget: Memory in bytes.
             file: The file for hidden states that exceed the budget.
             store: Store with the hidden states of the previous run.
+            padding: Runs passes without padding; None: they are padded.
         """
         try:
             if getattr(task, "packing", False):
@@ -126,57 +130,75 @@ class PrefixCache:
             prefix = FrozenPrefix.search(adapted, list_live_modules(adapted) if live is None else live)
             adapted.install({}, {}, frozenset())
             cache = cls(prefix, adapted, task, examples, budget=budget, file=file, store=store)
+            cache.padding = padding
             cache.verify()
         except NoPrefix as error:
             return None, str(error)
         return cache, ""
 
-    def create_replica(self, adapted: AdaptedModel) -> PrefixCache:
+    def create_replica(self, adapted: AdaptedModel, padding: Padding | None = None) -> PrefixCache:
         """Return a cache with the same hidden states for a replica of the model, in another thread."""
         cache = copy.copy(self)
-        cache.prefix, cache.adapted = self.prefix.on(adapted), adapted
+        cache.prefix, cache.adapted, cache.padding = self.prefix.on(adapted), adapted, padding
         return cache
 
     def count_missing(self, indices: np.ndarray) -> int:
         """Count the examples whose hidden states are not computed yet."""
         return int(np.count_nonzero(~self.computed[np.unique(indices)]))
 
-    def ensure(self, indices: np.ndarray, batch_size: int, on_done: Callable[[int], None] | None = None) -> None:
-        """Compute the missing hidden states of some examples, in batches of similar length.
+    def ensure(
+        self,
+        parts: Sequence[np.ndarray],
+        batch_size: int,
+        run: Callable[[Callable[[PrefixCache], None]], None] | None = None,
+        on_done: Callable[[int], None] | None = None,
+    ) -> None:
+        """Compute the missing hidden states of some sets of examples, each in batches of similar length.
 
         The last bits of an example may depend on which other examples were missing: they are reproducible if the same
         sets (a client's part, a held-out set) are requested.
 
         Args:
-            indices: The examples, (examples,).
+            parts: The sets' examples.
             batch_size: Number of examples in a forward pass.
+            run: Calls a function with this cache and its replicas, each in a thread; None: with this cache.
             on_done: Called with the number of examples of every batch that is done.
         """
-        requested = np.unique(indices)
         while True:
             with self._changed:
-                missing = requested[~self.computed[requested]]
-                if not len(missing):
+                if all(self.computed[part].all() for part in parts):
                     return
-                claimed = missing[~self._claimed[missing]]
-                if not len(claimed):  # other threads are computing them
+                claimed: list[np.ndarray] = []
+                for part in map(np.unique, parts):
+                    claimed.append(part[~(self.computed[part] | self._claimed[part])])
+                    self._claimed[claimed[-1]] = True
+                if not any(map(len, claimed)):  # other threads are computing them
                     self._changed.wait()
                     continue
-                self._claimed[claimed] = True
-            try:
-                for batch in split_evaluation_batches(claimed, self.tokens, batch_size):
-                    if not self._stored.has_rows(batch):
-                        hidden = self._compute(batch.tolist()).cpu()
-                        self._stored.invalidate(batch)
-                        self._write(batch, hidden)
-                        self._stored.mark_written(batch)
-                    self.computed[batch] = True
+            batches = [batch for part in claimed for batch in split_evaluation_batches(part, self.tokens, batch_size)]
+            remaining = iter(batches)  # which threads share
+
+            def compute(cache: PrefixCache, remaining: Iterator[np.ndarray] = remaining) -> None:
+                for batch in remaining:
+                    cache._store(batch)
                     if on_done is not None:
                         on_done(len(batch))
+
+            try:
+                compute(self) if run is None else run(compute)
             finally:  # another thread or call may compute what an error left undone
                 with self._changed:
-                    self._claimed[claimed] = False
+                    self._claimed[np.concatenate(claimed)] = False
                     self._changed.notify_all()
+
+    def _store(self, batch: np.ndarray) -> None:
+        """Compute the hidden states of a batch, unless the previous run stored them."""
+        if not self._stored.has_rows(batch):
+            hidden = self._compute(batch.tolist(), padding=self.padding).cpu()
+            self._stored.invalidate(batch)
+            self._write(batch, hidden)
+            self._stored.mark_written(batch)
+        self.computed[batch] = True
 
     def compute_hidden(self, indices: Sequence[int], tokens: int | None = None) -> Tensor:
         """Return hidden states on the model's device, (examples, tokens, D), zero beyond each example's own.
@@ -202,7 +224,7 @@ class PrefixCache:
         """
         order = np.argsort(self.tokens, kind="stable")
         sample = order[np.unique(np.linspace(0, len(order) - 1, _SAMPLE).astype(np.int64))]
-        self.ensure(sample, 2)
+        self.ensure([sample], 2)
         batch = self.task.collate(self.examples, sample.tolist(), self.adapted.device)
         hidden = self.compute_hidden(sample.tolist())
         with enter_evaluation(self.adapted.model):
@@ -232,16 +254,18 @@ class PrefixCache:
             return logits
         return logits[(torch.arange(logits.shape[1]) < self._tokens[sample][:, None]).to(logits.device)]
 
-    def _compute(self, indices: Sequence[int], *, training: bool = False) -> Tensor:
-        """Compute the prefix's output, (examples, T, D)."""
+    def _compute(self, indices: Sequence[int], *, training: bool = False, padding: Padding | None = None) -> Tensor:
+        """Compute the prefix's output, (examples, T, D); without ``padding``, in a padded pass."""
         model, device = self.adapted.model, self.adapted.device
         cards = [device] if device.type == "cuda" else []
         with enter_evaluation(model), torch.random.fork_rng(cards, enabled=training):  # verify() only
             if training:
                 self.adapted.train_mode(frozenset())
-            with self.prefix.record() as recorded:
-                self.task.compute_loss(model, self.task.collate(self.examples, indices, device))
-        hidden = recorded.hidden
+            batch, lengths = self.task.collate(self.examples, indices, device), self.examples.lengths[indices]
+            faster = nullcontext() if padding is None else padding.remove_padding(batch, lengths, same_attention=True)
+            with faster as layout, self.prefix.record() as recorded:
+                self.task.compute_loss(model, batch)
+        hidden = recorded.hidden if layout is None else layout.unpack(recorded.hidden)
         if hidden.ndim != 3 or len(hidden) != len(indices):
             raise NoPrefix(f"{len(indices)} examples have hidden states of shape {tuple(hidden.shape)}")
         return hidden
@@ -283,22 +307,28 @@ class PrefixCaches:
     Args:
         settings: Storage of hidden states, or None.
         stages: Reports how many examples are done; None: it is not reported.
+        padding: Runs passes without padding; None: they are padded.
     """
 
     def __init__(
-        self, adapted: AdaptedModel, task: Task, settings: PrefixSettings | None, stages: Stages | None = None
+        self,
+        adapted: AdaptedModel,
+        task: Task,
+        settings: PrefixSettings | None,
+        stages: Stages | None = None,
+        padding: Padding | None = None,
     ) -> None:
-        self.adapted, self.task, self.settings = adapted, task, settings
+        self.adapted, self.task, self.settings, self._padding = adapted, task, settings, padding
         self.stages = stages or Stages()
         self._lock = Lock()
         self._caches: dict[int, tuple[Examples, PrefixCache | None, str]] = {}  # a held data set keeps its id
         self._replicas: dict[int, PrefixCache] = {}
         self._store = store_in_use()
 
-    def create_replica(self, adapted: AdaptedModel) -> PrefixCaches:
+    def create_replica(self, adapted: AdaptedModel, padding: Padding | None = None) -> PrefixCaches:
         """Return the same caches for a replica of the model, in another thread."""
         caches = copy.copy(self)
-        caches.adapted, caches._replicas = adapted, {}
+        caches.adapted, caches._padding, caches._replicas = adapted, padding, {}
         return caches
 
     def get_cache(self, examples: Examples) -> PrefixCache | None:
@@ -311,7 +341,8 @@ class PrefixCaches:
                 self._caches[key] = (examples, *self._create(examples, self.settings))
             cache = self._caches[key][1]
         if cache is not None and key not in self._replicas:
-            self._replicas[key] = cache if cache.adapted is self.adapted else cache.create_replica(self.adapted)
+            is_own = cache.adapted is self.adapted
+            self._replicas[key] = cache if is_own else cache.create_replica(self.adapted, self._padding)
         return self._replicas.get(key)
 
     def _create(self, examples: Examples, settings: PrefixSettings) -> tuple[PrefixCache | None, str]:
@@ -322,7 +353,11 @@ class PrefixCaches:
         budget = settings.budget - used_bytes
         # Weights that are offloaded cannot be digested for another run without reading them all.
         store = None if any(map(is_offloaded, self.adapted.model.modules())) else self._store
-        return PrefixCache.make(self.adapted, self.task, examples, budget=budget, file=file, store=store)
+        if self._padding is not None and len(examples.lengths):
+            self._padding.ensure(examples)  # in every order of calls, so that a resumed run computes the same bits
+        return PrefixCache.make(
+            self.adapted, self.task, examples, budget=budget, file=file, store=store, padding=self._padding
+        )
 
     def explain_refusal(self, examples: Examples) -> str | None:
         """Return the reason why a data set has no cache; None if it has one."""
@@ -330,17 +365,38 @@ class PrefixCaches:
             return None
         return "it was not asked for" if self.settings is None else self._caches[id(examples)][2]
 
-    def ensure(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
-        """Call ``PrefixCache.ensure`` for every part, one after another, if there is a cache."""
+    def ensure(
+        self,
+        examples: Examples,
+        parts: Sequence[np.ndarray],
+        run: Callable[[Callable[[PrefixCaches], None]], None] | None = None,
+    ) -> None:
+        """Call ``PrefixCache.ensure``, if there is a cache.
+
+        Args:
+            examples: The data set.
+            parts: Sets of its examples.
+            run: Calls a function with these caches and their replicas, each in a thread; None: with these.
+        """
         cache = self.get_cache(examples)
         if cache is None or self.settings is None:
             return
         missing, size = sum(map(cache.count_missing, parts)), self.settings.batch_size
         if missing:
             memory = convert_out_of_memory(self.adapted.device, "evaluation.batch_size", size, "examples in a batch")
+
+            def run_caches(compute: Callable[[PrefixCache], None]) -> None:
+                def compute_share(caches: PrefixCaches) -> None:
+                    if caches._padding is not None:
+                        caches._padding.ensure(examples)
+                    replica = caches.get_cache(examples)
+                    assert replica is not None
+                    compute(replica)
+
+                compute_share(self) if run is None else run(compute_share)
+
             with memory, self.stages.stage("hidden states", missing):
-                for indices in parts:
-                    cache.ensure(indices, size, lambda count: self.stages.advance("hidden states", count))
+                cache.ensure(parts, size, run_caches, lambda count: self.stages.advance("hidden states", count))
 
     def feed(self, examples: Examples, indices: Sequence[int]) -> AbstractContextManager[None]:
         """Let forward passes of a batch of examples skip the prefix within this context, if there is a prefix.

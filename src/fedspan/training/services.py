@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -81,7 +81,6 @@ class TrainingServices:
         self._labels: tuple[str, ...] = tuple(getattr(task, "labels", None) or ())
         self._is_checked = False
         self.references = References(adapted, task, self.stages, settings.batch_size)
-        self.prefixes = prefix if isinstance(prefix, PrefixCaches) else PrefixCaches(adapted, task, prefix, self.stages)
         self.features = FeatureStore()
         refusals = {
             "it was not asked for": not padding_free,
@@ -90,13 +89,23 @@ class TrainingServices:
             "a batch takes several passes of the model": getattr(task, "has_several_passes", False),
         }
         self.padding = Padding(adapted, task, next((reason for reason, holds in refusals.items() if holds), None))
+        self.prefixes = (
+            prefix
+            if isinstance(prefix, PrefixCaches)
+            else PrefixCaches(adapted, task, prefix, self.stages, self.padding)
+        )
 
-    def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
-        """``Engine.prepare``."""
+    def prepare(
+        self,
+        examples: Examples,
+        parts: Sequence[np.ndarray],
+        run: Callable[[Callable[[PrefixCaches], None]], None] | None = None,
+    ) -> None:
+        """``Engine.prepare``; ``run`` is that of ``PrefixCaches.ensure``."""
         self.references.ensure(examples, parts)
         self._require_calls(examples, parts)
         self.padding.ensure(examples)
-        self.prefixes.ensure(examples, parts)
+        self.prefixes.ensure(examples, parts, run)
 
     def prepare_job(self, job: Job, examples: Examples, indices: np.ndarray) -> None:
         """Precompute what a job's passes can skip. The model loses its job."""
@@ -253,9 +262,10 @@ class TrainingServices:
     ) -> Tensor:
         """Predict some examples: one row each, in the order of ``indices``, float32 on the CPU."""
         self.references.ensure(examples, [indices])
-        rows = self.compute_rows(
-            job, examples, split_evaluation_batches(indices, examples.lengths, batch_size), generate=generate
-        )
+        if not generate:  # generated answers have other lengths
+            self.prefixes.ensure(examples, [indices])
+        batches = split_evaluation_batches(indices, examples.lengths, batch_size)
+        rows = self.compute_rows(job, examples, batches, generate=generate)
         return torch.stack([rows[index] for index in indices.tolist()])
 
     def predict_each(self, models: Iterable[ModelInputs], examples: Examples, batch_size: int) -> Iterator[Tensor]:
@@ -284,38 +294,40 @@ class TrainingServices:
         self,
         job: Job | None,
         examples: Examples,
-        batches: Sequence[np.ndarray],
+        batches: Iterable[np.ndarray],
         *,
         generate: bool = False,
-        tap: FeatureTap | None = None,
+        features: bool = False,
     ) -> dict[int, Tensor]:
         """Compute predictions, or features, of some batches by example, float32 on the CPU.
 
         Args:
             job: The model; None: the pretrained one.
-            examples: The data set that the batches' indices point into.
-            batches: Indices of each batch.
+            examples: The data set that the batches' indices point into; their cached hidden states are computed.
+            batches: Indices of each batch; threads may share an iterator.
             generate: Whether predictions include generated text (``Task.predict``).
-            tap: Reads the features of each pass, which are returned; None: predictions are returned.
+            features: Whether the features of each pass are returned in place of its predictions.
 
         Raises:
             FedspanError: If the device has too little memory for a batch.
         """
         adapted = self.adapted
-        if batches and not generate:  # generated answers have other lengths
-            self.prefixes.ensure(examples, [np.concatenate(batches)])
+        tap = FeatureTap(adapted.model, find_output_layer(adapted)) if features else None
+        if len(examples.lengths):
+            self.padding.ensure(examples)
+        if not generate:
+            self.prefixes.get_cache(examples)  # a replica's own
         adapted.model.eval()
         if job is None:
             adapted.install({}, {}, frozenset())
         else:
             adapted.install(job.parametrization, job.tensors, frozenset())
         rows: dict[int, Tensor] = {}
-        size = max(map(len, batches), default=0)
-        memory = convert_out_of_memory(adapted.device, "evaluation.batch_size", size, "examples in a batch")
-        with memory, nullcontext() if tap is None else tap.record():
+        with nullcontext() if tap is None else tap.record():
             for indices in batches:
-                batch = self.task.collate(examples, indices.tolist(), adapted.device)
-                with nullcontext() if generate else self.prefixes.feed(examples, indices.tolist()):
+                batch, size = self.task.collate(examples, indices.tolist(), adapted.device), len(indices)
+                memory = convert_out_of_memory(adapted.device, "evaluation.batch_size", size, "examples in a batch")
+                with memory, nullcontext() if generate else self._feed_unpadded(batch, examples, indices):
                     outputs = self.task.predict(adapted.model, batch, generate=generate)
                 if tap is not None and isinstance(self.task, LabelsWords):
                     outputs = [row.cpu() for row in self.task.select_words(tap.features, batch)]
@@ -325,13 +337,23 @@ class TrainingServices:
                 self.stages.advance("evaluation" if tap is None else "statistics", len(indices))
         return rows
 
+    @contextmanager
+    def _feed_unpadded(self, batch: Mapping[str, Tensor], examples: Examples, indices: np.ndarray) -> Generator[None]:
+        """Let forward passes of a batch skip the frozen prefix and its padding within this context."""
+        padding = self.padding.remove_padding(batch, examples.lengths[indices], same_attention=True)
+        with padding, self.prefixes.feed(examples, indices.tolist()):
+            yield
+
     def compute_features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
         """``Engine.compute_features``."""
+        self.prefixes.ensure(examples, [indices])
         batches = split_evaluation_batches(indices, examples.lengths, batch_size)
-        rows = self.compute_rows(
-            job, examples, batches, tap=FeatureTap(self.adapted.model, find_output_layer(self.adapted))
-        )
-        return torch.cat([rows[index].reshape(-1, rows[index].shape[-1]) for index in indices.tolist()])
+        return join_features(self.compute_rows(job, examples, batches, features=True), indices)
+
+
+def join_features(rows: Mapping[int, Tensor], indices: np.ndarray) -> Tensor:
+    """Return the features of some examples, or of their words, one below the other."""
+    return torch.cat([rows[index].reshape(-1, rows[index].shape[-1]) for index in indices.tolist()])
 
 
 def draw_dropout_mask(shape: Sequence[int], rate: float, *key: int | str) -> Tensor:
