@@ -202,6 +202,13 @@ def node(**values: Any) -> NodeConfig:
     return NodeConfig.model_validate({"id": "east", "server": "server:9092", **values})
 
 
+def test_a_masked_sum_has_all_peers_unless_the_owner_allows_fewer() -> None:
+    prints = {id: f"SHA256:{'A' * 43}" for id in ("east", "west", "north", "south")}
+    assert node(peers=prints).min_secure_clients == 4
+    assert node(peers={"west": prints["west"]}).min_secure_clients == node().min_secure_clients == 3
+    assert node(peers=prints, limits={"secure_clients": 3}).min_secure_clients == 3
+
+
 @pytest.mark.parametrize("address", ["server:9092", "10.0.0.1:9092", "[2001:db8::1]:9092"])
 def test_addresses_of_a_server(address: str) -> None:
     assert node(server=address).server == address

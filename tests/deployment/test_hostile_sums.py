@@ -284,6 +284,10 @@ def test_nodes_that_know_each_other_let_no_others_in(tiny_folder: Path, tmp_path
     transport.make = functools.cache(lambda id: service(id, others[id]))
     with pytest.raises(FedspanError, match="'clinic-c' cannot share a sum with this node: it is not in this node's"):
         run.federation.run_round(run.federation.begin())
+    more = {**prints, "clinic-d": prints[VICTIM]}
+    transport.make = functools.cache(lambda id: service(id, more))  # by default, a sum has all that an owner lists
+    with pytest.raises(FedspanError, match="a sum of 3 clients is too small. Expected at least 4 clients"):
+        run.federation.run_round(run.federation.begin())
 
 
 def test_nodes_continue_after_a_restart_between_any_two_phases(tiny_folder: Path, tmp_path: Path) -> None:

@@ -102,11 +102,10 @@ class NodeLimits(Section):
     secure_only: bool = False
     """Participate only in runs with federation.secure: replies leave this node only under masks. All owners must set
     it, and peers."""
-    secure_clients: int = Field(default=3, ge=3)
-    """Minimum number of nodes in a masked sum, this node included, before it reveals shares. As large as the number of
-    all nodes, and in all nodes' files, it makes every sum one of the same nodes, so that no two sums differ by a node;
-    then a missing node stops the run. If only this file sets it, it does not protect this node: the others join sums
-    without it."""
+    secure_clients: int | None = Field(default=None, ge=3)
+    """Minimum number of nodes in a masked sum, this node included, before it reveals shares. Default: this node and all
+    of its peers, so that no two sums differ by a node and a missing node stops the run; 3 without peers. With fewer, in
+    any owner's file, nodes may drop out, and the difference of two sums may be the update of one of them."""
     colluders: int = Field(default=1, ge=1)
     """Number of nodes that may collude with the server, such as that of an owner who runs the server: a masked sum of n
     nodes that t nodes can open is refused unless 2 t > n + colluders and at least two others remain. Three nodes
@@ -218,6 +217,11 @@ class NodeConfig(Section):
         if self.validation + self.test >= 1:
             raise ValueError(f"validation + test below 1, not {self.validation + self.test:g}: the rest trains")
         return self
+
+    @property
+    def min_secure_clients(self) -> int:
+        """The minimum number of nodes in a masked sum."""
+        return self.limits.secure_clients or max(3, len({self.id, *(self.peers or ())}))
 
     @property
     def budget_marker(self) -> Path:

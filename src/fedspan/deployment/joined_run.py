@@ -126,7 +126,7 @@ class JoinedRunBuilder:
         sums = self.folder / SUMS / hashlib.sha256(self.node.data_id.encode()).hexdigest()[:32]
         if config.federation.secure is not None:
             owner = {
-                "min_clients": self.node.limits.secure_clients,
+                "min_clients": self.node.min_secure_clients,
                 "colluders": self.node.limits.colluders,
                 "identity": self._load_identity(),
                 "known": self.node.peers,
