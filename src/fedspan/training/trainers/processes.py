@@ -33,6 +33,13 @@ _WAIT = timedelta(days=365)
 _WAIT_IN_TASK = timedelta(hours=1)
 """How long a process waits for the others within a task."""
 
+_FORMS = {
+    name: form
+    for name, form in vars(parametrizations).items()
+    if isinstance(form, type) and form.__module__ == parametrizations.__name__
+}
+"""The package's own parametrizations, by name."""
+
 Announcement = tuple[dict[str, Any], dict[str, Tensor]]
 """A task's header and its tensors by name."""
 
@@ -233,7 +240,7 @@ def describe_job(job: Job, base: BaseUpdate | None) -> Announcement:
     """
     for layer, form in job.parametrization.items():
         kind = type(form).__name__
-        if kind not in parametrizations.__all__ or getattr(parametrizations, kind) is not type(form):
+        if _FORMS.get(kind) is not type(form):
             problem = f"the parametrization of {layer} is a class of your own, which only process 0 has"
             raise FedspanError("trainer", kind, "a trainer in one process", problem=problem)
     tensors = {f"job/{name}": value for name, value in job.tensors.items()}
@@ -270,9 +277,8 @@ def read_job(announced: Announcement, base: BaseUpdate) -> tuple[Job, BaseUpdate
     header, tensors = announced
     forms: dict[str, Parametrization] = {}
     for layer, (kind, fields) in header["parametrization"].items():
-        assert kind in parametrizations.__all__
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-        forms[layer] = getattr(parametrizations, kind)(**values)
+        forms[layer] = _FORMS[kind](**values)
     job = Job(
         forms,
         {name.removeprefix("job/"): value for name, value in tensors.items() if name.startswith("job/")},
