@@ -86,7 +86,7 @@ class TrainerEngine(TrainingServices):
         self._checked: set[nn.Module] = set()
         self._unobserved: set[nn.Module] = set()
 
-    def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
+    def prepare(self, examples: Examples, parts: Sequence[np.ndarray], run: object = None) -> None:
         """``Engine.prepare``: nothing, because examples are the trainers' own."""
 
     def train_all(self, examples: Examples, sizes: Mapping[str, int], open_job: OpenJob, finish_job: FinishJob) -> None:
