@@ -181,7 +181,7 @@ class Host:
 
         def finish_job(assignment: Assignment, trained: Trained) -> Assignment | None:
             training = running[assignment.client]
-            if self._hides_failures and not all(bool(value.isfinite().all()) for value in trained.tensors.values()):
+            if self.hides_failures and not all(bool(value.isfinite().all()) for value in trained.tensors.values()):
                 raise build_not_finite_error(assignment, math.nan)
             if self.on_trained is not None:
                 self.on_trained(assignment, trained)
@@ -204,7 +204,7 @@ class Host:
             try:
                 self.engine.train_all(self.examples, sizes, open_job, finish_job)
             except NotFiniteError as error:
-                if not self._hides_failures:
+                if not self.hides_failures:
                     raise
                 for training in running.values():
                     log.warning("nothing of what was trained is sent: %s", error)
@@ -268,7 +268,7 @@ class Host:
         return privacy is not None and privacy.mechanism != "central"
 
     @property
-    def _hides_failures(self) -> bool:
+    def hides_failures(self) -> bool:
         """Whether failed training has an untrained client's reply: the server may choose a model that fails on some."""
         return bool(self.agreed) and self._is_private
 

@@ -37,6 +37,8 @@ class Heartbeat:
         self._doing: str | None = None
         self._percent: int | None = None
         self._renewed = float("-inf")
+        self.hides_shares = False
+        """Whether nobody learns how much of the work is done: the shares tell how many examples it has."""
 
     def renew(self, doing: str = _WAITING, percent: int | None = None) -> None:
         """Renew the heartbeat, at most every few seconds while the node does the same.
@@ -65,7 +67,8 @@ class Heartbeat:
         if stage is None:
             self.renew(self._doing or _WAITING, self._percent)
         else:
-            self.renew(stage.name, min(100, 100 * stage.done // stage.total) if stage.total else None)
+            is_known = stage.total and not self.hides_shares
+            self.renew(stage.name, min(100, 100 * stage.done // stage.total) if is_known else None)
 
     def notify_watchdog(self) -> None:
         """Tell systemd that the node works, if systemd asks for it and the heartbeat is not too old."""

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from fedspan import __version__
 from fedspan.assembly.run import load_run
-from fedspan.clients.host import Host
 from fedspan.clients.refusals import describe_error, refuse_any
 from fedspan.config import parse_config
 from fedspan.config.node import NodeConfig
@@ -58,7 +57,8 @@ class NodeService:
         self._usage.begin()
         self._loaded: tuple[str, JoinedRun] | None = None
         self._audit = AuditLog(self.folder / AUDIT)
-        self._stages = Stages(Heartbeat(self.folder).observe)
+        self._heartbeat = Heartbeat(self.folder)
+        self._stages = Stages(self._heartbeat.observe)
         self._builder = JoinedRunBuilder(node, load, self._stages, self._usage.compute_content)
         self._approvals = Approvals(self.folder, self._audit)
         self._announced = ""  # the last job that the log named as waiting: invitations are repeated
@@ -102,7 +102,9 @@ class NodeService:
                     last.mark_recorded()
             elif request.task in ("keys", "shares"):
                 self._usage.record_exchange(request.run)
-            with self._stages.stage(_STAGES.get(request.task, "training"), _count_units(request, run.host)):
+            self._heartbeat.hides_shares = run.host.hides_failures
+            units = run.host.count_examples(request.to) if request.task == "train" else None
+            with self._stages.stage(_STAGES.get(request.task, "training"), units):
                 reply = run.host.reply(request)
             self._require_small("reply", reply.body)
             # phases of secure aggregation may reveal shares
@@ -255,14 +257,6 @@ def _describe_request(request: Order | Phase) -> str:
     if request.task not in ("evaluate", "export"):
         return f"round {request.round + 1}: {request.task}"
     return f"{f'after round {request.round}' if request.round else 'before round 1'}: {request.task}"
-
-
-def _count_units(request: Order | Phase, host: Host) -> int | None:
-    """Return the number of examples that an order trains on, each use counted; None: unknown, or a secret."""
-    privacy = host.engine.settings.privacy
-    if request.task != "train" or (privacy is not None and privacy.mechanism == "dp-sgd"):
-        return None  # the sizes of Poisson samples would show in the shares that are done
-    return host.count_examples(request.to)
 
 
 def _selects_some(invitation: Invitation) -> bool:

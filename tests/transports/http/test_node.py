@@ -274,8 +274,26 @@ def test_a_second_process_with_a_node_s_key_is_refused_until_the_first_is_gone(
             count = caplog.text.count(ended)
             time.sleep(1.0)
             assert caplog.text.count(ended) == count
-        with scene.run(lambda envelope: envelope):
-            assert exchanged(scene.transport(run), ORDER, 30.0) == ORDER
+        asked, may_reply, replies = Event(), Event(), list[Any]()
+
+        def answer(envelope: Envelope) -> Envelope:
+            asked.set()
+            may_reply.wait(30)
+            return envelope
+
+        with scene.run(answer):
+            transport = scene.transport(run)
+            exchange = Thread(target=lambda: replies.append(exchanged(transport, ORDER, 30.0)))
+            exchange.start()
+            assert asked.wait(20)
+            count = caplog.text.count(refusal)
+            with scene.run(lambda envelope: Envelope("{}", b"of the second")):  # the first one is busy
+                while caplog.text.count(refusal) == count:
+                    assert time.monotonic() < until + 40
+                    time.sleep(0.05)
+                may_reply.set()
+                exchange.join()
+            assert replies == [ORDER]
 
 
 def test_a_server_that_is_not_the_one_of_the_file_is_sent_no_signature(scene: Scene, tmp_path: Path) -> None:

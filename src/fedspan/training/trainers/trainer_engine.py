@@ -24,7 +24,7 @@ from fedspan.tasks.losses import bound_loss
 from fedspan.tasks.metrics import is_metric_name
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.engine import FinishJob, OpenJob, train_one_by_one
-from fedspan.training.jobs import Assignment, TrainingSettings, build_not_finite_error
+from fedspan.training.jobs import Assignment, NotFiniteError, TrainingSettings, build_not_finite_error
 from fedspan.training.services import TrainingServices
 from fedspan.training.stages import Stages
 from fedspan.training.trainers.install import FrozenBase, checksum_frozen, install_job
@@ -356,4 +356,4 @@ def _require_trained(assignment: Assignment, optimizer: JobOptimizer, loss: floa
     for name in assignment.job.trainable_names:
         if not bool(torch.isfinite(live[name]).all()):
             problem = f"{name} {context} holds values that are not finite after training"
-            raise FedspanError("trainer", assignment.client, problem=problem)
+            raise NotFiniteError("trainer", assignment.client, problem=problem)

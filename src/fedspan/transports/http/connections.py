@@ -121,6 +121,10 @@ class Connections:
         """Return whether a connection has not sent an accepted request."""
         return client in self._pending
 
+    def has_sender(self, sender: bytes) -> bool:
+        """Return whether a connection is open that a sender's request was accepted on."""
+        return sender in self._by_sender
+
     def accept(self, client: Address | None, sender: bytes, allowance: int | None) -> None:
         """Report an accepted request.
 

@@ -164,13 +164,16 @@ class NodeRequests:
         return hmac.digest(self._challenge_key, f"{moment} {key}".encode(), "sha256").hex()
 
     def _open_session(self, node: int, sealing: bytes, request: Request) -> Response:
-        """Give a node a session in place of its earlier one, unless another process waits for orders with its key.
+        """Give a node a session in place of its earlier one, unless another process with its key is there.
 
-        Two processes would end each other's sessions without end, and each would carry out a part of the orders.
+        Two processes would end each other's sessions without end, and each would carry out a part of the orders. One
+        that was killed has no connection.
         """
         sender, process = self._get_sender(node), request.headers.get("fedspan-process", "")
         if (earlier := self.sessions.get(node)) is not None:
-            if earlier.polls and earlier.process != process:
+            is_there = earlier.polls > 0 or self.connections.has_sender(node.to_bytes(8, "big"))
+            if earlier.process != process and is_there and self.is_online(earlier):
+                log.warning("node %d is refused: another process is connected with its key", node)
                 raise Refused(409, "another process is connected with this node's key")
             self._drop_session(earlier)
         self._senders[node] = sender
