@@ -16,6 +16,7 @@ class CapturedLog(logging.Handler):
         self.records: list[logging.LogRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        record.getMessage()  # fails a test whose record has other arguments than its message
         self.records.append(record)
 
     @property

@@ -105,7 +105,8 @@ class NodeLimits(Section):
     secure_clients: int | None = Field(default=None, ge=3)
     """Minimum number of nodes in a masked sum, this node included, before it reveals shares. Default: this node and all
     of its peers, so that no two sums differ by a node and a missing node stops the run; 3 without peers. With fewer, in
-    any owner's file, nodes may drop out, and the difference of two sums may be the update of one of them."""
+    any owner's file, nodes may drop out, and the difference of two sums may be the update of one of them. If weights
+    differ, it may be with all nodes, too: federation.weights: uniform."""
     colluders: int = Field(default=1, ge=1)
     """Number of nodes that may collude with the server, such as that of an owner who runs the server: a masked sum of n
     nodes that t nodes can open is refused unless 2 t > n + colluders and at least two others remain. Three nodes
