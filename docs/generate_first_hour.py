@@ -187,7 +187,8 @@ def run_blocks(folder: Path) -> Iterator[str]:
         )
         if done.returncode:
             raise RuntimeError(f"{arguments}: {done.stdout}\n{done.stderr}")
-        return "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip("\n")
+        output = done.stdout.replace(f"{folder.resolve()}/", "")
+        return "\n".join(line.rstrip() for line in output.splitlines()).strip("\n")
 
     for command, text in PARTS:
         if command:
