@@ -19,7 +19,7 @@ import torch
 
 from fedspan.clients.job_checkpoints import JobCheckpoints
 from fedspan.clients.metric_noise import MetricLimits, score_parts
-from fedspan.clients.open_training import OpenTraining
+from fedspan.clients.open_training import OpenTraining, normalize
 from fedspan.clients.refusals import refuse
 from fedspan.clients.second_exchange import FirstExchange, build_second_reply
 from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics, parse_statistics_order
@@ -325,7 +325,7 @@ class Host:
         if order.secure is None:
             return serialization.encode(reply), 1.0
         assert order.client is not None
-        return self._encode_masked(order, self.method.contribute(_normalize(reply), order.client), started, factor)
+        return self._encode_masked(order, self.method.contribute(normalize(reply), order.client), started, factor)
 
     def _encode_masked(
         self, order: Order, contribution: Contribution, started: Tensors, factor: float = 1.0
@@ -442,16 +442,6 @@ def _require_client(order: Order) -> Client:
     if order.client is None or order.client.id != order.to:
         raise ValueError(f"an order of kind {order.task!r} names another client, or none")
     return order.client
-
-
-def _normalize(reply: Message) -> Message:
-    """Return a reply as the server decodes it: in the order of the names, contiguous and on the CPU.
-
-    The norm to which changes are clipped depends on that order in the last bit.
-    """
-    return replace(
-        reply, tensors={name: value.detach().cpu().contiguous() for name, value in sorted(reply.tensors.items())}
-    )
 
 
 def _set_true_examples(client: Client, data: ClientData) -> Client:

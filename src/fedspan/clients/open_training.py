@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fedspan.core.method import Memory
-from fedspan.core.values import Client, Job, OptimizerState
+from fedspan.core.values import Client, Job, Message, OptimizerState
 from fedspan.federation.progress import ClientData, ClientState
 from fedspan.federation.protocol import Order, Part
 from fedspan.training.jobs import Assignment
@@ -49,3 +49,13 @@ class OpenTraining:
             origin=self.origin,
             ignored=self.data.ignored,
         )
+
+
+def normalize(reply: Message) -> Message:
+    """Return a reply as the server decodes it: in the order of the names, contiguous and on the CPU.
+
+    The norm to which changes are clipped depends on that order in the last bit.
+    """
+    return replace(
+        reply, tensors={name: value.detach().cpu().contiguous() for name, value in sorted(reply.tensors.items())}
+    )

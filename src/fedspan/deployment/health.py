@@ -67,8 +67,8 @@ class Heartbeat:
         if stage is None:
             self.renew(self._doing or _WAITING, self._percent)
         else:
-            is_known = stage.total and not self.hides_shares
-            self.renew(stage.name, min(100, 100 * stage.done // stage.total) if is_known else None)
+            total = None if self.hides_shares else stage.total
+            self.renew(stage.name, min(100, 100 * stage.done // total) if total else None)
 
     def notify_watchdog(self) -> None:
         """Tell systemd that the node works, if systemd asks for it and the heartbeat is not too old."""
