@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-__all__ = ["DEVICE", "Pretend", "count_synchronizations"]
+__all__ = ["DEVICE", "Pretend", "count_synchronizations", "count_work"]
 
 
 class _Module:
@@ -57,7 +57,23 @@ _MATERIALIZED = {
 }
 """Lazy views, whose bits are not seen below the wrapper, with the operators that compute them."""
 
+_ALLOCATIONS = ("aten::empty", "aten::new_empty")
+
 _counters: list[Counter[str]] = []
+_work: list[Counter[str]] = []
+
+
+@contextmanager
+def count_work() -> Generator[Counter[str]]:
+    """Count operators that compute on the device, copies to and from it, bytes to the host, and waits of the host."""
+    counter: Counter[str] = Counter()
+    _work.append(counter)
+    try:
+        with count_synchronizations() as waits:
+            yield counter
+    finally:
+        _work.remove(counter)
+    counter["waits"] = sum(waits.values())
 
 
 @contextmanager
@@ -142,6 +158,8 @@ def _run(operator: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> An
             counter[f"{name.removeprefix('aten::')} in {_find_caller()}"] += 1
         elif _is_blocking_upload(name, args):
             counter[f"upload in {_find_caller()}"] += 1
+    for counter in _work:
+        _count_work(counter, operator, here, tensors, on_device)
     own = {key: _mapped(value, _unwrap) for key, value in options.items()}
     if requested is not None:
         own["device"] = torch.device("cpu")
@@ -159,6 +177,20 @@ def _run(operator: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> An
         return Pretend(value) if on_device else value
 
     return _mapped(result, wrap)
+
+
+def _count_work(
+    counter: Counter[str], operator: Any, here: list[Pretend], tensors: list[Tensor], on_device: bool
+) -> None:
+    """Count an operator, unless it only allocates or returns views."""
+    name, returns = operator._schema.name, operator._schema.returns
+    is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
+    if is_view or name.startswith(_ALLOCATIONS) or not (here or on_device):
+        return
+    crosses = name in _COPIES and (len(here) < len(tensors) or not on_device)
+    counter["copies" if crosses else "operators"] += 1
+    if crosses and here and not on_device:
+        counter["bytes to the host"] += sum(value.numel() * value.element_size() for value in here)
 
 
 def _find_caller() -> str:

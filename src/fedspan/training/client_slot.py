@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ def _copy_to(device: torch.device, value: Tensor) -> Tensor:
 
 
 class ClientSlot:
-    """A client's tensors, moments and position in its batches.
+    """A client's tensors, moments and position in its batches; ``place_rows`` fills its rows.
 
     Args:
         examples: The data set that its indices point into.
@@ -79,7 +80,6 @@ class ClientSlot:
         self.costs = [int(examples.lengths[batch].max()) for batch in self.batches]
         self.batches_done = 0  # batches used so far
         self.steps = 0  # optimizer steps so far
-        self.values = layout.copy_row(job.tensors, device)
         self.frozen = {
             name: _copy_to(device, value) if name in job.buffers else shared.get(name, value, device)
             for name, value in _order(job.tensors).items()
@@ -89,19 +89,36 @@ class ClientSlot:
         state = join_states(assignment.moments, job.optimizer_state) or OptimizerState()
         self._initial = state
         names = ("exp_avg", "exp_avg_sq") if self.spec.name == "adamw" else ("momentum_buffer",)
-        kinds = names if self.spec.name == "adamw" or self.spec.momentum else ()
-        self.moments = {kind: layout.copy_row(state.moments.get(kind, {}), device) for kind in kinds}
+        self._kinds = names if self.spec.name == "adamw" or self.spec.momentum else ()
         first = state.moments.get("exp_avg", {})
         self.counts = np.array([state.steps.get(name, 0) for name in layout.names], dtype=np.int64)
         # If the first moment starts at zero and the second one is handed over, the first is corrected from here on.
         self.steps_before = np.array([0 if n in first else state.steps.get(n, 0) for n in layout.names], dtype=np.int64)
-        self.mask = layout.copy_row(job.masks, device, missing=1.0) if job.masks else None
+        self.sources = {
+            "values": job.tensors,
+            **{kind: state.moments.get(kind, {}) for kind in self._kinds},
+            **({"mask": job.masks} if job.masks else {}),
+            **({"offset": job.gradient_offset} if job.gradient_offset else {}),
+        }
+        """Tensors of each row; those that are missing are 0, or 1 in the mask."""
+        self.rows: dict[str, Tensor] = {}
+        """Rows (P,) on the device, by the names of ``sources``."""
+        self._changed = set(job.buffers)  # names in `frozen` whose values may differ from the job's
         self.penalties = tuple(penalty.to(device) for penalty in job.penalties)
-        self.offset = layout.copy_row(job.gradient_offset, device) if job.gradient_offset else None
         self.kind = 0  # clients of one kind can share a pass; set by the engine
         self.gathered: Tensor | None = None  # summed gradient of one step's micro-batches
         self.gradient: Tensor | None = None  # sum of the raw gradients
-        self._losses: list[Tensor] = []
+        self.losses: list[Tensor] = []
+
+    @property
+    def values(self) -> Tensor:
+        """The trainable values, (P,)."""
+        return self.rows["values"]
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """The optimizer's moments by kind, (P,) each."""
+        return {kind: self.rows[kind] for kind in self._kinds}
 
     @property
     def is_probe(self) -> bool:
@@ -133,7 +150,7 @@ class ClientSlot:
         job = self.assignment.job
         shapes = tuple((name, value.shape, value.dtype) for name, value in self.frozen.items())
         parametrization = tuple(job.parametrization.items())
-        return self.layout, parametrization, shapes, job.buffers, self.spec, self.is_probe, self.mask is None
+        return self.layout, parametrization, shapes, job.buffers, self.spec, self.is_probe, not job.masks
 
     def has_equal_steps(self, active: np.ndarray) -> bool:
         """Return whether AdamW, with both bias corrections, has taken equally many steps with all moments.
@@ -162,6 +179,7 @@ class ClientSlot:
                 trainable[name].copy_(value.detach())
             else:
                 self.frozen[name] = value.detach().clone()  # extras live in the model, which other clients will use
+                self._changed.add(name)
         self._names = (*self._names, *(name for name in live if name not in self._names))
 
     def pop_gathered(self) -> Tensor:
@@ -172,13 +190,23 @@ class ClientSlot:
 
     def record_loss(self, loss: Tensor) -> None:
         """Record the loss of the last batch, a scalar that is read when the job has ended."""
-        self._losses.append(loss)
+        self.losses.append(loss)
         self.batches_done += 1
 
-    def build_result(self) -> Trained:
-        """Return the result of the job."""
+    def list_results(self) -> dict[str, Tensor]:
+        """Return what the job's result needs from the device, by the name of a row or tensor."""
+        rows = {name: self.rows[name] for name in ("values", *(self._kinds if self.steps else ()))}
+        gradient = {} if self.gradient is None else {"gradient": self.gradient}
+        return {**rows, **gradient, **select(self.frozen, sorted(self._changed))}
+
+    def build_result(self, losses: Sequence[float], read: Mapping[str, Tensor]) -> Trained:
+        """Return the result of the job.
+
+        Args:
+            losses: The losses of all batches.
+            read: ``list_results``, on the CPU.
+        """
         assignment = self.assignment
-        losses = torch.stack(self._losses).double().tolist()
         for value in losses:
             if not math.isfinite(value):
                 raise build_not_finite_error(assignment, value)
@@ -190,14 +218,14 @@ class ClientSlot:
         if stepped:
             steps = dict(zip(self.layout.names, self.counts.tolist(), strict=True))
             counts.update({name: steps[name] for name in stepped})
-            for kind, row in self.moments.items():
-                moments.setdefault(kind, {}).update(select(self.layout.split_views(row.cpu()), stepped))
-        row = self.layout.split_views(self.values.cpu())  # a row is one copy
+            for kind in self._kinds:
+                moments.setdefault(kind, {}).update(select(self.layout.split_views(read[kind]), stepped))
+        tensors = {**assignment.job.tensors, **read, **self.layout.split_views(read["values"])}
         gradient: dict[str, Tensor] = {}
         if self.gradient is not None:
-            gradient = self.layout.split_views((self.gradient / max(1, self.steps)).cpu())
+            gradient = self.layout.split_views(read["gradient"] / max(1, self.steps))
         return Trained(
-            tensors=_copy({name: row[name] if name in row else self.frozen[name] for name in self._names}),
+            tensors=_copy(select(tensors, self._names)),
             optimizer_state=OptimizerState({kind: _copy(values) for kind, values in moments.items()}, counts),
             steps=self.steps,
             lr_sum=assignment.lr * self.steps,
@@ -207,6 +235,33 @@ class ClientSlot:
                 "examples": float(sum(sizes)),
             },
         )
+
+
+def place_rows(slots: Iterable[ClientSlot], device: torch.device) -> None:
+    """Fill the rows of opened slots, those of one layout together (``Layout.copy_rows``)."""
+    groups: dict[tuple[Layout, str], list[ClientSlot]] = {}
+    for slot in slots:
+        for name in slot.sources:
+            groups.setdefault((slot.layout, name), []).append(slot)
+    for (layout, name), group in groups.items():
+        rows = layout.copy_rows([slot.sources[name] for slot in group], device, float(name == "mask"))
+        for slot, row in zip(group, rows, strict=True):
+            slot.rows[name] = row
+
+
+def build_results(slots: Sequence[ClientSlot]) -> Iterator[Trained]:
+    """Yield the results of clients of one kind; what they have by the same name leaves an accelerator in one copy."""
+    if not slots:
+        return
+    losses = iter(torch.stack([loss for slot in slots for loss in slot.losses]).double().tolist())
+    parts = [slot.list_results() for slot in slots]
+    if slots[0].values.device.type != "cpu":
+        for name in set[str]().union(*parts):
+            owners = [part for part in parts if name in part]
+            for part, row in zip(owners, torch.stack([part[name] for part in owners]).cpu(), strict=True):
+                part[name] = row
+    for slot, part in zip(slots, parts, strict=True):
+        yield slot.build_result(list(islice(losses, len(slot.losses))), part)
 
 
 def _order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -243,17 +243,31 @@ class Layout:
         """Number of elements of each tensor."""
         return [shape.numel() for shape in self.shapes]
 
-    def copy_row(self, tensors: Mapping[str, Tensor], device: torch.device, missing: float = 0.0) -> Tensor:
-        """Copy a client's tensors into a row (P,); a missing tensor is filled with ``missing``."""
-        if tensors.keys().isdisjoint(self.names):
-            return torch.full((sum(self.sizes),), missing, dtype=self.dtype, device=device)
-        parts = [
+    def copy_rows(
+        self, clients: Sequence[Mapping[str, Tensor]], device: torch.device, missing: float = 0.0
+    ) -> list[Tensor]:
+        """Copy clients' tensors into rows (P,), each in memory of its own; missing tensors are filled with ``missing``.
+
+        To an accelerator, all rows are one copy; clients with the very same tensors need only one row of it.
+        """
+        first, size = clients[0], sum(self.sizes)
+        if all(tensors.keys().isdisjoint(self.names) for tensors in clients):
+            return [torch.full((size,), missing, dtype=self.dtype, device=device) for _ in clients]
+        same = all(tensors.get(name) is first.get(name) for tensors in clients for name in self.names)
+        if device.type == "cpu" and not same:
+            return [torch.cat(self._list_parts(tensors, missing)) for tensors in clients]
+        parts = [part for tensors in (clients[:1] if same else clients) for part in self._list_parts(tensors, missing)]
+        rows = to_device(torch.cat(parts), device).view(-1, size).expand(len(clients), -1)
+        return [row.clone() for row in rows]
+
+    def _list_parts(self, tensors: Mapping[str, Tensor], missing: float) -> list[Tensor]:
+        """Return a client's tensors, flat, in the order of a row."""
+        return [
             tensors[name].detach().to(self.dtype).reshape(-1)
             if name in tensors
             else torch.full((size,), missing, dtype=self.dtype)
             for name, size in zip(self.names, self.sizes, strict=True)
         ]
-        return to_device(torch.cat(parts), device)  # in one copy
 
     def split_views(self, rows: Tensor) -> dict[str, Tensor]:
         """Return views of the tensors inside rows (C, P), each (C, ...), or inside one row (P,)."""

@@ -17,7 +17,15 @@ from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import ModelInputs, build_prediction_key
-from fedspan.training.client_slot import ClientSlot, SharedTensors, perturb, select_group, stack_frozen
+from fedspan.training.client_slot import (
+    ClientSlot,
+    SharedTensors,
+    build_results,
+    perturb,
+    place_rows,
+    select_group,
+    stack_frozen,
+)
 from fedspan.training.engine import FinishJob, OpenJob
 from fedspan.training.jobs import Assignment, convert_out_of_memory
 from fedspan.training.loop import LoopEngine
@@ -68,6 +76,10 @@ class Worker:
         while pending or slots:
             while pending and len(slots) < _WINDOW * clients_per_pass:
                 self._admit(open_job(pending.pop()), examples, clients_per_pass, slots, finish_job)
+            new = [slot for slot in slots if not slot.rows]
+            place_rows(new, self.adapted.device)
+            for slot in new:
+                self._refresh_projectors(slot, examples)
             if not slots:
                 continue
             group = select_group(slots, clients_per_pass, not self.loop.padding.possible)
@@ -82,13 +94,14 @@ class Worker:
                 continue
             self.loop.stages.advance("training", count)
             for slot in group:
-                if not slot.batches_left:
-                    slots.remove(slot)
-                    next_assignment = finish_job(slot.assignment, slot.build_result())
-                    if next_assignment is not None:
-                        self._admit(next_assignment, examples, clients_per_pass, slots, finish_job)
-                else:
+                if slot.batches_left:
                     self._refresh_projectors(slot, examples)
+            finished = [slot for slot in group if not slot.batches_left]
+            for slot, trained in zip(finished, build_results(finished), strict=True):
+                slots.remove(slot)
+                next_assignment = finish_job(slot.assignment, trained)
+                if next_assignment is not None:
+                    self._admit(next_assignment, examples, clients_per_pass, slots, finish_job)
 
     def _admit(
         self,
@@ -103,7 +116,6 @@ class Worker:
             self._train_alone(assignment, examples, finish_job, clients_per_pass, slots)
             return
         slots.append(slot)
-        self._refresh_projectors(slot, examples)
 
     def _train_alone(
         self,
@@ -237,7 +249,7 @@ class Worker:
             return
         if any(slot.penalties for slot in group):
             gradients = gradients + torch.stack([self._compute_penalty_gradient(slot) for slot in group])
-        masks = [slot.mask for slot in group if slot.mask is not None]
+        masks = [slot.rows["mask"] for slot in group if "mask" in slot.rows]
         mask = torch.stack(masks) if masks else None
         if mask is not None:
             gradients = gradients * mask
@@ -245,10 +257,9 @@ class Worker:
         if settings.max_grad_norm and group[0].assignment.job.clips:
             gradients = clip_rows(gradients, settings.max_grad_norm)
         gradients = layout.smooth(gradients)
-        offsets = [slot.offset for slot in group if slot.offset is not None]
-        if offsets:
-            zero = torch.zeros_like(offsets[0])
-            gradients = gradients + torch.stack([zero if slot.offset is None else slot.offset for slot in group])
+        if any("offset" in slot.rows for slot in group):
+            zero = torch.zeros_like(group[0].values)
+            gradients = gradients + torch.stack([slot.rows.get("offset", zero) for slot in group])
         active, segments = layout.find_active_tensors(step), layout.list_active_segments(step)
         for slot in group:
             slot.steps += 1
