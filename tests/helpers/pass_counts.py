@@ -15,7 +15,10 @@ from fedspan.training.batched import BatchedEngine
 from fedspan.training.jobs import Assignment
 from fedspan.training.stacking import StackingRequest
 
-__all__ = ["count_pass", "fit_counts"]
+__all__ = ["PASSES", "count_pass", "fit_counts"]
+
+PASSES = ("method fedit", "task causal-lm")
+"""Runs of an encoder and of a decoder, by their names in ``device_runs.RUNS``."""
 
 
 def count_pass(
@@ -43,12 +46,11 @@ def count_pass(
     assert len(indices) == steps
     request = StackingRequest(clients, 1)
     engine = BatchedEngine(prepared.engine.adapted, prepared.task, prepared.engine.settings, 0, request)
-    assignments: dict[str, Assignment] = {}
-    for number in range(clients):
-        named = replace(client, id=f"client-{number:02}")
-        job = federation.method.start(federation.method.sync(state, named), named, {}, 0)
+    message, assignments = federation.method.sync(state, client), dict[str, Assignment]()
+    for number in range(clients):  # a host decodes a message to several clients once
+        job = federation.method.start(message, replace(client, id=f"client-{number:02}"), {}, 0)
         assert isinstance(job, Job)
-        assignments[named.id] = Assignment(named.id, 0, job, indices, 0.01)
+        assignments[f"client-{number:02}"] = Assignment(f"client-{number:02}", 0, job, indices, 0.01)
     finished: dict[str, Trained] = {}
 
     def finish(assignment: Assignment, trained: Trained) -> None:
@@ -60,7 +62,9 @@ def count_pass(
         engine.train_all(prepared.train, sizes, assignments.__getitem__, finish)
     assert engine.refusal is None
     assert len(finished) == clients
-    return Counter(counter)
+    first = assignments["client-00"]
+    trained = [first.job.tensors[name] for name in first.job.trainable_names]
+    return Counter({**counter, "bytes of a row": sum(value.numel() * value.element_size() for value in trained)})
 
 
 def fit_counts(counts: Mapping[tuple[int, int], Mapping[str, int]]) -> dict[str, dict[str, float]]:

@@ -21,6 +21,7 @@ import pytest
 from fedspan.tasks.registry import BUILT_IN
 from fedspan.tasks.trainer import TRAINER
 from helpers.device_runs import ENGINES, RUNS, WAITS
+from helpers.pass_counts import PASSES
 
 pytestmark = pytest.mark.slow  # a process that imports everything, and minutes of runs
 ALL = [f"{name}/{engine}" for name in RUNS for engine in ENGINES]
@@ -72,6 +73,19 @@ def test_the_host_waits_for_no_step(name: str, compared: dict[str, Any]) -> None
 def test_most_runs_wait_nowhere(compared: dict[str, Any]) -> None:
     assert all(compared["waits"][name] == {} for name in ("task causal-lm", "task images"))
     assert compared["waits"]["clock"] == {"synchronize": 1}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_clients_of_a_pass_share_its_copies_and_waits(name: str, compared: dict[str, Any]) -> None:
+    counts = compared["passes"][name]
+    for kind in ("copies", "waits"):
+        assert counts[kind]["by client"] == counts[kind]["by client and step"] == 0
+        assert counts[kind]["fixed"] > 0
+    assert counts["operators"]["by client"] == 3  # rows in memory of their own: values and two moments
+    assert counts["operators"]["by client and step"] == 0
+    read = counts["bytes to the host"]
+    assert read["by client"] == counts["bytes of a row"]["fixed"]  # values, without moments
+    assert read["by client and step"] == 8  # a loss
 
 
 def test_the_table_holds_every_task(compared: dict[str, Any]) -> None:

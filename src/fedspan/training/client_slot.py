@@ -86,6 +86,7 @@ class ClientSlot:
             if name not in layout.names
         }
         self._names = tuple(_order(job.tensors))
+        self._returns_moments = job.want_moments or settings.keep_optimizer
         state = join_states(assignment.moments, job.optimizer_state) or OptimizerState()
         self._initial = state
         names = ("exp_avg", "exp_avg_sq") if self.spec.name == "adamw" else ("momentum_buffer",)
@@ -195,9 +196,9 @@ class ClientSlot:
 
     def list_results(self) -> dict[str, Tensor]:
         """Return what the job's result needs from the device, by the name of a row or tensor."""
-        rows = {name: self.rows[name] for name in ("values", *(self._kinds if self.steps else ()))}
+        kinds = self._kinds if self.steps and self._returns_moments else ()
         gradient = {} if self.gradient is None else {"gradient": self.gradient}
-        return {**rows, **gradient, **select(self.frozen, sorted(self._changed))}
+        return {**select(self.rows, ("values", *kinds)), **gradient, **select(self.frozen, sorted(self._changed))}
 
     def build_result(self, losses: Sequence[float], read: Mapping[str, Tensor]) -> Trained:
         """Return the result of the job.
@@ -211,14 +212,15 @@ class ClientSlot:
             if not math.isfinite(value):
                 raise build_not_finite_error(assignment, value)
         sizes = [len(batch) for batch in self.batches]
-        moments = {kind: dict(values) for kind, values in self._initial.moments.items()}
+        initial = self._initial.moments if self._returns_moments else {}
+        moments = {kind: dict(values) for kind, values in initial.items()}
         counts = dict(self._initial.steps)
         taken = [group.count_steps(self.steps) for group in self.layout.groups]
         stepped = [name for name, steps in zip(self.layout.names, taken, strict=True) if steps]
         if stepped:
             steps = dict(zip(self.layout.names, self.counts.tolist(), strict=True))
             counts.update({name: steps[name] for name in stepped})
-            for kind in self._kinds:
+            for kind in self._kinds if self._returns_moments else ():
                 moments.setdefault(kind, {}).update(select(self.layout.split_views(read[kind]), stepped))
         tensors = {**assignment.job.tensors, **read, **self.layout.split_views(read["values"])}
         gradient: dict[str, Tensor] = {}
