@@ -80,7 +80,7 @@ def count_work() -> Generator[Counter[str]]:
 def count_synchronizations() -> Generator[Counter[str]]:
     """Count how often the host would wait for an accelerator within this context, in all threads.
 
-    The keys name the operator and the package that called it.
+    The keys name the operator and the module that called it.
     """
     counter: Counter[str] = Counter()
     _counters.append(counter)
@@ -194,12 +194,12 @@ def _count_work(
 
 
 def _find_caller() -> str:
-    """Return the package whose code called the operator, other than PyTorch."""
+    """Return the module whose code called the operator, other than PyTorch."""
     frame = sys._getframe(1)
     while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in ("torch", "helpers"):
-            return package
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in ("torch", "helpers"):
+            return module
         frame = frame.f_back
     return "autograd"
 

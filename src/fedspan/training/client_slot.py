@@ -90,36 +90,20 @@ class ClientSlot:
         state = join_states(assignment.moments, job.optimizer_state) or OptimizerState()
         self._initial = state
         names = ("exp_avg", "exp_avg_sq") if self.spec.name == "adamw" else ("momentum_buffer",)
-        self._kinds = names if self.spec.name == "adamw" or self.spec.momentum else ()
+        self.moments = names if self.spec.name == "adamw" or self.spec.momentum else ()  # kinds, which name rows
         first = state.moments.get("exp_avg", {})
         self.counts = np.array([state.steps.get(name, 0) for name in layout.names], dtype=np.int64)
         # If the first moment starts at zero and the second one is handed over, the first is corrected from here on.
         self.steps_before = np.array([0 if n in first else state.steps.get(n, 0) for n in layout.names], dtype=np.int64)
-        self.sources = {
-            "values": job.tensors,
-            **{kind: state.moments.get(kind, {}) for kind in self._kinds},
-            **({"mask": job.masks} if job.masks else {}),
-            **({"offset": job.gradient_offset} if job.gradient_offset else {}),
-        }
-        """Tensors of each row; those that are missing are 0, or 1 in the mask."""
+        optional = {"mask": job.masks, "offset": job.gradient_offset}
+        self.sources = {"values": job.tensors, **{kind: state.moments.get(kind, {}) for kind in self.moments}}
+        self.sources |= {name: tensors for name, tensors in optional.items() if tensors}
+        # On the device, (P,): those of `sources`, `gathered` (gradient of a step's batches), `gradient` (of all steps).
         self.rows: dict[str, Tensor] = {}
-        """Rows (P,) on the device, by the names of ``sources``."""
         self._changed = set(job.buffers)  # names in `frozen` whose values may differ from the job's
         self.penalties = tuple(penalty.to(device) for penalty in job.penalties)
         self.kind = 0  # clients of one kind can share a pass; set by the engine
-        self.gathered: Tensor | None = None  # summed gradient of one step's micro-batches
-        self.gradient: Tensor | None = None  # sum of the raw gradients
-        self.losses: list[Tensor] = []
-
-    @property
-    def values(self) -> Tensor:
-        """The trainable values, (P,)."""
-        return self.rows["values"]
-
-    @property
-    def moments(self) -> dict[str, Tensor]:
-        """The optimizer's moments by kind, (P,) each."""
-        return {kind: self.rows[kind] for kind in self._kinds}
+        self.losses: list[Tensor] = []  # of the batches so far, scalars that are read when the job has ended
 
     @property
     def is_probe(self) -> bool:
@@ -165,16 +149,16 @@ class ClientSlot:
 
     def get_tensors(self) -> dict[str, Tensor]:
         """Return the current tensors of the job; trainable ones are views."""
-        trainable = self.layout.split_views(self.values)
+        trainable = self.layout.split_views(self.rows["values"])
         return {name: trainable[name] if name in trainable else self.frozen[name] for name in self._names}
 
     def get_moment(self, kind: str, name: str) -> Tensor:
         """Return a view of one tensor's moment; writing to it changes the optimizer."""
-        return self.layout.split_views(self.moments[kind])[name]
+        return self.layout.split_views(self.rows[kind])[name]
 
     def update_tensors(self, live: Mapping[str, Tensor]) -> None:
         """Copy in tensors that were changed outside (by a projector refresh), new names included."""
-        trainable = self.layout.split_views(self.values)
+        trainable = self.layout.split_views(self.rows["values"])
         for name, value in live.items():
             if name in trainable:
                 trainable[name].copy_(value.detach())
@@ -183,30 +167,18 @@ class ClientSlot:
                 self._changed.add(name)
         self._names = (*self._names, *(name for name in live if name not in self._names))
 
-    def pop_gathered(self) -> Tensor:
-        """Return the gradient of the completed step, (P,), and reset it for the next step."""
-        assert self.gathered is not None
-        gradient, self.gathered = self.gathered, None
-        return gradient
-
-    def record_loss(self, loss: Tensor) -> None:
-        """Record the loss of the last batch, a scalar that is read when the job has ended."""
-        self.losses.append(loss)
-        self.batches_done += 1
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient (P,) to a row of that name, which may not exist yet."""
+        self.rows[name] = self.rows[name] + gradient if name in self.rows else gradient
 
     def list_results(self) -> dict[str, Tensor]:
         """Return what the job's result needs from the device, by the name of a row or tensor."""
-        kinds = self._kinds if self.steps and self._returns_moments else ()
-        gradient = {} if self.gradient is None else {"gradient": self.gradient}
-        return {**select(self.rows, ("values", *kinds)), **gradient, **select(self.frozen, sorted(self._changed))}
+        kinds = self.moments if self.steps and self._returns_moments else ()
+        names = [name for name in ("values", *kinds, "gradient") if name in self.rows]
+        return {**select(self.rows, names), **select(self.frozen, sorted(self._changed))}
 
     def build_result(self, losses: Sequence[float], read: Mapping[str, Tensor]) -> Trained:
-        """Return the result of the job.
-
-        Args:
-            losses: The losses of all batches.
-            read: ``list_results``, on the CPU.
-        """
+        """Return the result of the job, from the losses of its batches and ``list_results`` on the CPU."""
         assignment = self.assignment
         for value in losses:
             if not math.isfinite(value):
@@ -220,18 +192,16 @@ class ClientSlot:
         if stepped:
             steps = dict(zip(self.layout.names, self.counts.tolist(), strict=True))
             counts.update({name: steps[name] for name in stepped})
-            for kind in self._kinds if self._returns_moments else ():
+            for kind in self.moments if self._returns_moments else ():
                 moments.setdefault(kind, {}).update(select(self.layout.split_views(read[kind]), stepped))
         tensors = {**assignment.job.tensors, **read, **self.layout.split_views(read["values"])}
-        gradient: dict[str, Tensor] = {}
-        if self.gradient is not None:
-            gradient = self.layout.split_views(read["gradient"] / max(1, self.steps))
+        gradient = read.get("gradient")
         return Trained(
             tensors=_copy(select(tensors, self._names)),
             optimizer_state=OptimizerState({kind: _copy(values) for kind, values in moments.items()}, counts),
             steps=self.steps,
             lr_sum=assignment.lr * self.steps,
-            gradient=_copy(gradient),
+            gradient={} if gradient is None else _copy(self.layout.split_views(gradient / max(1, self.steps))),
             metrics={
                 "loss": sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes),
                 "examples": float(sum(sizes)),
@@ -257,8 +227,8 @@ def build_results(slots: Sequence[ClientSlot]) -> Iterator[Trained]:
         return
     losses = iter(torch.stack([loss for slot in slots for loss in slot.losses]).double().tolist())
     parts = [slot.list_results() for slot in slots]
-    if slots[0].values.device.type != "cpu":
-        for name in set[str]().union(*parts):
+    if slots[0].rows["values"].device.type != "cpu":
+        for name in dict.fromkeys(name for part in parts for name in part):
             owners = [part for part in parts if name in part]
             for part, row in zip(owners, torch.stack([part[name] for part in owners]).cpu(), strict=True):
                 part[name] = row

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fedspan.core.smoothing import smooth
-from fedspan.core.tensors import to_device
+from fedspan.core.tensors import Tensors, to_device
 from fedspan.core.values import Group, Job, OptimizerSpec, OptimizerState
 from fedspan.training.jobs import Assignment, TrainingSettings
 
@@ -243,31 +243,24 @@ class Layout:
         """Number of elements of each tensor."""
         return [shape.numel() for shape in self.shapes]
 
-    def copy_rows(
-        self, clients: Sequence[Mapping[str, Tensor]], device: torch.device, missing: float = 0.0
-    ) -> list[Tensor]:
-        """Copy clients' tensors into rows (P,), each in memory of its own; missing tensors are filled with ``missing``.
+    def copy_rows(self, clients: Sequence[Tensors], device: torch.device, missing: float = 0.0) -> list[Tensor]:
+        """Copy clients' tensors into a row (P,) each; missing tensors are filled with ``missing``.
 
-        To an accelerator, all rows are one copy; clients with the very same tensors need only one row of it.
+        Clients with the very same tensors share the copy to the device.
         """
-        first, size = clients[0], sum(self.sizes)
-        if all(tensors.keys().isdisjoint(self.names) for tensors in clients):
-            return [torch.full((size,), missing, dtype=self.dtype, device=device) for _ in clients]
-        same = all(tensors.get(name) is first.get(name) for tensors in clients for name in self.names)
-        if device.type == "cpu" and not same:
-            return [torch.cat(self._list_parts(tensors, missing)) for tensors in clients]
-        parts = [part for tensors in (clients[:1] if same else clients) for part in self._list_parts(tensors, missing)]
-        rows = to_device(torch.cat(parts), device).view(-1, size).expand(len(clients), -1)
-        return [row.clone() for row in rows]
-
-    def _list_parts(self, tensors: Mapping[str, Tensor], missing: float) -> list[Tensor]:
-        """Return a client's tensors, flat, in the order of a row."""
-        return [
-            tensors[name].detach().to(self.dtype).reshape(-1)
-            if name in tensors
+        first = clients[0]
+        if any(tensors.get(name) is not first.get(name) for tensors in clients for name in self.names):
+            return [row for tensors in clients for row in self.copy_rows([tensors], device, missing)]
+        if first.keys().isdisjoint(self.names):
+            return [torch.full((sum(self.sizes),), missing, dtype=self.dtype, device=device) for _ in clients]
+        parts = [
+            first[name].detach().to(self.dtype).reshape(-1)
+            if name in first
             else torch.full((size,), missing, dtype=self.dtype)
             for name, size in zip(self.names, self.sizes, strict=True)
         ]
+        row = to_device(torch.cat(parts), device)  # in one copy
+        return [row, *(row.clone() for _ in clients[1:])]
 
     def split_views(self, rows: Tensor) -> dict[str, Tensor]:
         """Return views of the tensors inside rows (C, P), each (C, ...), or inside one row (P,)."""
