@@ -246,7 +246,7 @@ class Layout:
     def copy_rows(self, clients: Sequence[Tensors], device: torch.device, missing: float = 0.0) -> list[Tensor]:
         """Copy clients' tensors into a row (P,) each; missing tensors are filled with ``missing``.
 
-        Clients with the very same tensors share the copy to the device.
+        Clients with the same tensor objects share the copy to the device.
         """
         first = clients[0]
         if any(tensors.get(name) is not first.get(name) for tensors in clients for name in self.names):
