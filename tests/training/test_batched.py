@@ -212,7 +212,8 @@ def test_moments_are_returned_to_who_asks_for_them(tiny_folder: Path, decoders: 
 
     prepared.federation.run_round(prepared.federation.begin(), on_trained=record)  # a diagnosis compares moments
     works = {id: replace(work, job=replace(work.job, want_moments=False)) for id, work in works.items()}
-    prepared.engine.train_all(prepared.train, dict.fromkeys(works, 1), works.__getitem__, finish)
+    sizes = {id: int(prepared.train.lengths[work.indices].sum()) for id, work in works.items()}  # the host's
+    prepared.engine.train_all(prepared.train, sizes, works.__getitem__, finish)
     for id, trained in asked.items():
         assert set(trained.optimizer_state.moments) == {"exp_avg", "exp_avg_sq"}
         assert unasked[id].optimizer_state == replace(trained.optimizer_state, moments={})
