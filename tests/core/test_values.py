@@ -3,7 +3,9 @@
 import itertools
 import pickle
 
+import numpy as np
 import pytest
+import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from fedspan.core.factors import (
     require_rank,
 )
 from fedspan.core.method import Claims
+from fedspan.core.noise import KEY_BYTES, compute_tensor_digest, derive_seed_key, draw_gaussian, draw_poisson_sample
 from fedspan.core.parametrization import count_entries, draw_entries, scatter_entries
 from fedspan.core.projectors import draw_projector, draw_random_projector
 from fedspan.core.recent import MessageTensors, RecentValues
@@ -207,3 +210,69 @@ def test_a_rank_is_at_most_a_layer_s_shorter_side(shape: tuple[int, int]) -> Non
     spec = Spec((LayerSpec("large", 9, 8), LayerSpec("small", *shape)))
     assert require_rank(spec, 3) is None
     assert require_rank(spec, 4) == f"small is {shape[0]} x {shape[1]}: at most 3"
+
+
+KEY = derive_seed_key(1)
+
+
+def test_draws_are_standard_normal() -> None:
+    draws = draw_gaussian(KEY, torch.Size([400, 500]), "a")
+    assert draws.dtype == torch.float64
+    assert scipy.stats.kstest(draws.flatten().numpy(), "norm").pvalue > 1e-3
+    assert abs(float(draws.mean())) < 0.01
+    assert abs(float(draws.std()) - 1) < 0.01
+    assert abs(float((draws[:, 1:] * draws[:, :-1]).mean())) < 0.01
+
+
+@given(st.integers(0, KEY_BYTES - 1), st.integers(1, 255))
+def test_every_byte_of_the_key_counts(place: int, flip: int) -> None:
+    other = bytes(value ^ flip if at == place else value for at, value in enumerate(KEY))
+    shape = torch.Size([64])
+    assert float((draw_gaussian(KEY, shape, "a") - draw_gaussian(other, shape, "a")).abs().min()) > 0
+    # and two changes that would cancel in a sum of the key's words
+    both = bytes(value ^ flip if at in (place, (place + 4) % KEY_BYTES) else value for at, value in enumerate(KEY))
+    assert not torch.equal(draw_gaussian(KEY, shape, "a"), draw_gaussian(both, shape, "a"))
+    samples = {tuple(draw_poisson_sample(one, 0.5, 256, "a").tolist()) for one in (KEY, other, both)}
+    assert len(samples) == 3
+
+
+def test_a_generator_of_torch_has_too_few_streams() -> None:
+    """Why there is ``core.noise``: who sees a draw could try all seeds."""
+    first, second = (torch.Generator().manual_seed(seed) for seed in (7, 7 + 2**32))
+    assert torch.equal(torch.randn(8, generator=first), torch.randn(8, generator=second))
+
+
+def test_a_poisson_sample_takes_each_position_by_itself() -> None:
+    samples = [draw_poisson_sample(KEY, 0.3, 20, "sample", number).numpy() for number in range(2000)]
+    sizes = np.array([len(sample) for sample in samples])
+    assert sizes.mean() == pytest.approx(6, rel=0.03)
+    assert sizes.var() == pytest.approx(20 * 0.3 * 0.7, rel=0.1)
+    counts = np.bincount(np.concatenate(samples), minlength=20)
+    assert abs(counts / 2000 - 0.3).max() < 0.05
+    assert all((np.diff(sample) > 0).all() for sample in samples)
+    assert draw_poisson_sample(KEY, 1.0, 5, "a").tolist() == [0, 1, 2, 3, 4]
+    assert draw_poisson_sample(KEY, 0.5, 0, "a").tolist() == []
+
+
+def test_labels_name_draws() -> None:
+    shape = torch.Size([3, 5])
+    assert torch.equal(draw_gaussian(KEY, shape, "a", 1), draw_gaussian(KEY, shape, "a", 1))
+    for other in (("a", 2), ("a", "1", ""), ("a1",), ()):
+        assert not torch.equal(draw_gaussian(KEY, shape, "a", 1), draw_gaussian(KEY, shape, *other))
+    assert draw_gaussian(KEY, torch.Size([0, 3]), "a").shape == (0, 3)
+    with pytest.raises(ValueError, match="32 bytes, not 4"):
+        draw_gaussian(b"four", shape)
+    assert derive_seed_key(1) != derive_seed_key(2)
+
+
+def test_a_digest_tells_tensors_apart() -> None:
+    value = torch.arange(6.0).view(2, 3)
+    same = compute_tensor_digest({"a": value, "b": value})
+    assert compute_tensor_digest({"b": value.clone(), "a": value}) == same
+    for other in (
+        {"a": value, "c": value},
+        {"a": value, "b": value.view(3, 2)},
+        {"a": value, "b": value.double()},
+        {"a": value, "b": value + torch.eye(2, 3) * 1e-6},
+    ):
+        assert compute_tensor_digest(other) != same
