@@ -1,4 +1,4 @@
-"""Shapes, factors, turns of groups, recent values, selected entries, keyed draws, and what methods may claim."""
+"""Shapes, factors, turns of groups, selected entries, keyed draws and normal noise, and what methods may claim."""
 
 import itertools
 import pickle

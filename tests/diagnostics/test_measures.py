@@ -1,4 +1,4 @@
-"""Diagnoses of runs: what they measure, how they read, that they change nothing, and where there are none."""
+"""Diagnoses of runs and numbers of a layer's updates: what they measure, how they read, that they change nothing."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Every method's rounds stopped, retried, resumed, between machines, exported and inspected."""
+"""Every method's rounds: stopped, retried, resumed, between machines, exported, inspected; on every kind of layer."""
 
 import copy
 import functools

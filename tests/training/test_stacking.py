@@ -1,4 +1,4 @@
-"""The stacking plan: the fastest that a budget allows to measure, remembered by shape, kept by a run."""
+"""The stacking plan: the fastest that a budget allows, remembered by shape; and models that predict in one pass."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Reducers: independent of the order of arrival, and equal to means and robust reductions written out."""
+"""Reducers: independent of the order of arrival, and equal to reductions written out; and the buffers of replies."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The form of error messages: sentences that name the field, the problem and what is expected."""
+"""The form of error messages; every mistake of the catalogue is answered with one line, and messages.md has it."""
 
 import ast
 import json
