@@ -47,11 +47,10 @@ LONGEST = [
         "evidence/test_claims",
         "wrappers/test_wrapper",
         "assembly/test_own_trainers",
-        "methods/test_method_messages",
         "methods/test_method_claims",
         "errors/test_mistakes",
         "runs/test_image_runs",
-        "reproduction/test_rehearsal",
+        "reproduction/test_presets",
     )
 ]
 """Files that take more than 15 seconds, with the slow tests of a step or without, to be handed out first."""

@@ -1,4 +1,4 @@
-"""Low-rank algebra against the dense matrix in float64."""
+"""Low-rank algebra, and what servers make of stacks, against the dense matrix in float64."""
 
 import pytest
 import torch
