@@ -34,14 +34,6 @@ for name, arguments in {commands!r}.items():
     assert not (tmp_path / "out").exists()
 
 
-def test_a_label_of_the_test_set_that_training_lacks(refused: Refused, write: Write, tmp_path: Path) -> None:
-    test = tmp_path / "test.csv"
-    test.write_text("text,label\nword1 admin1,admin\nword2,gossip\n")
-    said = refused("run", write(data={"test": str(test)}), "--out", tmp_path / "run")
-    assert [part for part in ("`data.test`: ", "gossip", "row 3 of") if part not in said] == []
-    assert not (tmp_path / "run").exists()
-
-
 def test_run_without_and_with_too_much(refused: Refused, stopped: Path, write: Write) -> None:
     assert refused("run").startswith("`CONFIG`: no value is given. Expected a YAML file, or --resume FOLDER")
     config = write()
@@ -62,11 +54,3 @@ def test_an_exported_adapter_is_alone(
     assert call("export", finished, "--out", tmp_path / "adapter").exit_code == 0
     assert refused("evaluate", tmp_path / "adapter").startswith("`data`: no data are given")
     assert refused("predict", tmp_path / "adapter", "word1", "--client", "east").startswith("`client`: this model is ")
-
-
-def test_files_that_cannot_be_measured_on(refused: Refused, finished: Path, tmp_path: Path) -> None:
-    path = tmp_path / "new.csv"
-    path.write_text("message,intent\nword1 admin1,admin\nword2,gossip\n")
-    said = refused("evaluate", finished, "--data", path, "--text", "message", "--label", "intent")
-    for part in ("`data`: ", "gossip", f"row 3 of {path}", "not in the model's labels"):
-        assert part in said

@@ -174,7 +174,6 @@ def test_methods_that_stack_and_secure_sums_refuse_them(rule: str) -> None:
 
 MISTAKES: list[tuple[str, Any, str, str]] = [
     ("federation.secure", "flora", "federation.secure", "for example {} for its defaults"),
-    ("data.labels", "lable", "data.labels", "Expected a valid list. A single name belongs in data.label."),
     ("data", "rows.csv", "data", "Expected a section: names of fields with their values."),
     ("data.train", ["a.csv", "b.csv"], "data.train", "a valid string"),
     ("method.taw", 1, "method.taw", "fedloru has no such option"),
@@ -186,7 +185,6 @@ MISTAKES: list[tuple[str, Any, str, str]] = [
         for name in ("weight_decay", "eps", "max_grad_norm")
     ),
     ("training.min_lr", 0.5, "training.min_lr", "at most training.lr, 0.01"),
-    ("training.learning_rate", 1, "training.learning_rate", "Did you mean 'lr'"),
     ("centralized_lr", float("inf"), "centralized_lr", "finite"),
     ("model.extras_lr_scale", float("inf"), "model.extras_lr_scale", "finite"),
     ("model.extras", "shared", "model.extras", "'average', 'local' or 'frozen'"),

@@ -9,10 +9,8 @@ from pydantic import ValidationError
 from fedspan.config.federation import FederationConfig, FractionRanks, RandomRanks
 from fedspan.config.privacy import PrivacyConfig
 from fedspan.core.method import Claims
-from fedspan.core.noise import derive_seed_key
 from fedspan.errors import FedspanError
 from fedspan.federation.validation import ReplyRules
-from fedspan.training.jobs import Privacy
 from helpers.refusals import refused
 
 CLAIMS = Claims("a paper", exact=True)
@@ -96,19 +94,6 @@ def test_what_selects_nodes_or_needs_a_clock_is_refused_in_a_simulation(values: 
 
 
 @pytest.mark.parametrize(
-    ("mechanism", "wrappers", "ranks", "why"),
-    [
-        ("central", [], None, "central privacy counts on the same number of clients"),
-        (None, ["scaffold"], None, "scaffold averages its control variates over a fixed number"),
-        (None, [], [2, 4], "assigns ranks to the clients that are there at the start"),
-    ],
-)
-def test_fixed_clients_refuse_late_ones(mechanism: str | None, wrappers: list[str], ranks: Any, why: str) -> None:
-    with pytest.raises(FedspanError, match=f"{why}.*Expected false"):
-        config(late_joiners=True, ranks=ranks).require_late_fit(mechanism, wrappers)
-
-
-@pytest.mark.parametrize(
     ("changes", "claims", "why"),
     [
         ({}, {"reduction": "stack"}, "the server of x needs single replies"),
@@ -134,13 +119,6 @@ def test_noise_or_a_budget_is_needed() -> None:
     with pytest.raises(ValidationError, match="noise, or an epsilon from which the noise follows"):
         PrivacyConfig(mechanism="central")
     assert PrivacyConfig(mechanism="central", epsilon=3.0).noise is None
-
-
-def test_noise_is_keyed_by_the_seed_or_by_a_secret() -> None:
-    config = PrivacyConfig(mechanism="local", clip=0.5, noise=2.0, epsilon=3.0, delta=1e-6, accountant="prv")
-    expected = Privacy("local", 0.5, 2.0, 3.0, 1e-6, "prv", 7, derive_seed_key(4), secret=False)
-    assert config.build_settings(7, 4) == expected
-    assert config.build_settings(7, 4, bytes(32)) == replace(expected, key=bytes(32), secret=True)
 
 
 @pytest.mark.parametrize(

@@ -337,13 +337,6 @@ def test_damaged_utf_8_is_not_taken_for_another_encoding() -> None:
     assert decode(content, "latin-1")[1] == "latin-1"
 
 
-def test_what_is_no_encoding() -> None:
-    with pytest.raises(ValueError, match="the encoding 'utf-9' is unknown"):
-        decode(b"text", "utf-9")
-    with pytest.raises(ValueError, match="line 2 is not in ascii"):
-        decode("a\né".encode(), "ascii")
-
-
 @pytest.mark.parametrize("encoding", ["utf-16", "latin-1", "cp1251"])
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "json"])
 def test_files_of_text_are_read_in_their_encoding(tmp_path: Path, encoding: str, kind: str) -> None:

@@ -312,6 +312,7 @@ def test_other_tables_are_not_sentences(content: str, tmp_path: Path) -> None:
         ("-DOCSTART- -X- O O\n\nToken POS Chunk Tag\nEU NN B-NP B-ORG\n\nit X X O\n", [["EU"], ["it"]]),  # headers
         ("New York\tB-Place\n\nRest\tO\n", [["New York"], ["Rest"]]),
         ("\xa0\tO\nAspirin\tB-Drug\n\nRest\tO\n", [["\xa0", "Aspirin"], ["Rest"]]),  # a blank word
+        ("Aspirin\tB-Drug\t\nhelps\tO\t\t\n\nRest\tO\n", [["Aspirin", "helps"], ["Rest"]]),  # empty columns
         ("# id 7\nAspirin B-Drug\n# B O\n\n# O\nRest O\n", [["Aspirin"], ["#", "Rest"]]),  # comments; a word "#"
     ],
 )
@@ -347,14 +348,6 @@ def test_a_file_whose_beginning_has_no_entity_is_read(tmp_path: Path) -> None:
     data = load(DataConfig(train=str(path), test_fraction=0), task=TASK)
     assert data.labels == ("O", "B-Drug", "I-Drug")
     assert data.train["labels"][:][-1] == [1]
-
-
-def test_empty_columns_at_the_end_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "a.tsv"
-    path.write_text("Aspirin\tB-Drug\t\nhelps\tO\t\t\n\nRest\tO\n")
-    data = load(DataConfig(train=str(path), test_fraction=0), task=TASK)
-    assert data.train["tokens"][:] == [["Aspirin", "helps"], ["Rest"]]
-    assert data.train["labels"][:] == [[1, 0], [0]]
 
 
 @pytest.mark.parametrize("name", ["a.conll", "a.tsv", "a.txt"])

@@ -333,12 +333,6 @@ def test_a_column_of_the_same_name_gives_way(tmp_path: Path) -> None:
     assert data.train.column_names == ["image", "label", "source:image"]
 
 
-def test_a_folder_of_images_is_nothing_for_a_text_task(tmp_path: Path, refused: Refused) -> None:
-    save_png(tmp_path / "a" / "1.png", pixels(1, 4, 5)[0])
-    save_png(tmp_path / "b" / "1.png", pixels(1, 4, 5)[0])
-    refused("data.text", "text", ["no column named", "image"], load, DataConfig(train=str(tmp_path)))
-
-
 def original(key: str, folder: Path) -> tuple[dict[str, str], int]:
     """The options for a data set's files in their original layout, and the rows of its training part."""
     if key in ("mnist", "fashion-mnist"):

@@ -402,11 +402,6 @@ def test_the_same_data_for_a_server_of_another_name_are_in_the_audit_log(tiny_fo
 def test_by_default_every_total_ends(tmp_path: Path) -> None:
     limits = NodeLimits()
     assert limits.epsilon is not None
-    assert not limits.is_private_only
-    assert NodeLimits.model_validate({"epsilon": 3.0}).is_private_only
-    assert not NodeLimits.model_validate({"epsilon": 3.0, "private_only": False}).is_private_only
-    assert not NodeLimits.model_validate({"epsilon": None}).is_private_only
-    assert NodeLimits.model_validate({"private_only": True}).is_private_only
     with refused("limits.rounds"):
         book(tmp_path).require_run("long", limits.rounds + 1)
     book(tmp_path).require_run("long", limits.rounds)
