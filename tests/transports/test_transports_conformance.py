@@ -1,13 +1,20 @@
 """Every method and wrapper, also one registered later, on every transport; nodes with TLS and keys to the bit."""
 
 import ast
-from collections.abc import Iterator
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 import fedspan
-from fedspan.deployment.deploy import submit
+from fedspan.deployment.console import log_to_console
+from fedspan.deployment.deploy import join, submit
 from fedspan.methods import registry as methods
 from fedspan.methods.registry import METHODS
 from fedspan.transports.http.server import read_link
@@ -23,9 +30,50 @@ from helpers.conformance import (
     require_same_tensors,
 )
 from helpers.families import others_slow
-from helpers.forked_nodes import fork_nodes
 from helpers.sites import local_values, run_values, site_files
 from helpers.stage import Deployment
+
+
+@contextmanager
+def fork_nodes(files: Sequence[Path], log: Path) -> Generator[None]:
+    """Run what ``fedspan join`` calls for each node's file, in processes that end with this context.
+
+    The process in which a node trains is forked, too, and not spawned.
+
+    Args:
+        files: The nodes' files.
+        log: File for the nodes' output.
+    """
+    group = multiprocessing.get_context("fork").Process(target=_run_group, args=[files, log, os.getpid()])
+    group.start()
+    try:
+        yield
+    finally:
+        if group.pid is not None and group.is_alive():
+            os.killpg(group.pid, signal.SIGKILL)
+        group.join()
+
+
+def _run_group(files: Sequence[Path], log: Path, tests: int) -> None:
+    """Be the leader of the nodes' process group, which ends them if the tests are killed."""
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    torch.set_num_threads(1)
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: fork
+    for path in files:
+        fork.Process(target=_run_node, args=[path]).start()
+    while os.getppid() == tests:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _run_node(path: Path) -> None:
+    log_to_console()
+    join(path)
+
 
 HERE = Path(__file__).parent
 
