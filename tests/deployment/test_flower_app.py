@@ -28,10 +28,9 @@ from fedspan.federation.protocol import read_header
 from fedspan.runs import start
 from helpers.conformance import require_same_model
 from helpers.node_service import OPEN
+from helpers.ports import free_port
 from helpers.reply_transport import ReplyingTransport
 from helpers.sites import local_values, run_values, site_files
-
-from .ports import free_port
 
 BIN = Path(sys.executable).parent
 

@@ -31,8 +31,6 @@ from helpers import tiny
 from helpers.plain_data import plain
 from helpers.run_content import content
 
-from . import tiny
-
 
 def config(folder: Path, engine: dict[str, Any] | None = None, **cluster: Any) -> Any:
     """All four clients, for long enough that a worker can die meanwhile."""
