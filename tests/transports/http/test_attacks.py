@@ -3,28 +3,24 @@
 Each attack happens while an honest node participates in exchanges, which must end as they would without it.
 """
 
-import base64
 import socket
 import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from cryptography.hazmat.primitives.asymmetric import dsa, ec, ed448, ed25519, rsa, x25519
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.transport import Orders
 from fedspan.transports.http.admissions import admit_node, open_audit_log, read_admissions, revoke_node
-from fedspan.transports.http.client import Link, NodeConnection, open_client
 from fedspan.transports.http.connections import ConnectionLimits
 from fedspan.transports.http.keys import load_node_key, make_node_key
 from fedspan.transports.http.server import ServerLink, attach, list_nodes
@@ -33,112 +29,9 @@ from fedspan.transports.http.transport import ServerTransport
 from fedspan.transports.http.wire import CHUNK, NodeWork
 from helpers import http_server
 from helpers.another_user import as_another_user
+from helpers.hostile_node import HostileNode, connect, make_strange_keys, send_unauthenticated
 from helpers.http_server import kill_serving, run_server
 from helpers.reply_transport import exchanged
-
-
-class HostileNode:
-    """Sends single requests of a node that has joined with an admitted key.
-
-    Args:
-        address: Address of the server as ``host:port``.
-        authority: File with the certificate of the server's authority.
-        key: The node's private key.
-    """
-
-    def __init__(self, address: str, authority: Path, key: Any) -> None:
-        link = Link(address, authority, key, 2**30)
-        self.client, self.signer = open_client(link), link.create_signer()
-        self.connection = NodeConnection(link, self.signer, self.client)
-
-    @property
-    def node(self) -> int:
-        return self.connection.node
-
-    def join(self) -> None:
-        """Be online."""
-        self.connection.join()
-
-    def send(
-        self, method: str, path: str, content: Any = None, seconds: float = 60.0, **headers: str
-    ) -> httpx.Response:
-        """Send a request of its session."""
-        session = {"authorization": f"Bearer {self.connection.session}"}
-        return self.client.request(method, path, content=content, headers={**session, **headers}, timeout=seconds)
-
-    def put(self, order: str, content: bytes, start: int = 0, total: int | None = None, upload: str = "0" * 32) -> int:
-        """Send a part of a reply, and return the status of the answer."""
-        total = len(content) if total is None else total
-        return self.send("PUT", f"order/{order}/reply?upload={upload}&start={start}&total={total}", content).status_code
-
-    def close(self) -> None:
-        """Close the connections."""
-        self.client.close()
-
-
-def make_public_key(number: int, curve: ec.EllipticCurve | None = None) -> str:
-    """Return a public key in OpenSSH's format, the same for each number."""
-    public = ec.derive_private_key(number, curve or ec.SECP384R1()).public_key()
-    return public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
-
-
-def make_strange_keys() -> list[str]:
-    """Return public keys in OpenSSH's format that are no node's: of other kinds, unknown, damaged, and very long."""
-    modulus = (1 << 2047) + 1
-    keys: list[Any] = [
-        ed25519.Ed25519PrivateKey.from_private_bytes(bytes(32)).public_key(),
-        rsa.RSAPublicNumbers(65537, modulus).public_key(),
-    ]
-    encoded = [key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode() for key in keys]
-    encoded += [make_public_key(7, curve) for curve in (ec.SECP256R1(), ec.SECP521R1(), ec.SECP384R1())]
-    others: list[Any] = [
-        ed448.Ed448PrivateKey.from_private_bytes(bytes(57)).public_key(),
-        x25519.X25519PrivateKey.from_private_bytes(bytes(32)).public_key(),
-        dsa.DSAPublicNumbers(4, dsa.DSAParameterNumbers((1 << 1023) + 1, (1 << 159) + 1, 2)).public_key(),
-    ]
-    ders = [key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo) for key in others]
-    encoded += [f"ssh-unknown {base64.b64encode(der).decode()}" for der in ders]
-    return [*encoded, "0", "ecdsa-sha2-nistp384 !", "ecdsa-sha2-nistp384 " + "A" * 8000]
-
-
-def connect(address: str, authority: Path) -> ssl.SSLSocket:
-    """Open a connection to a server without sending anything."""
-    host, _, port = address.rpartition(":")
-    plain = socket.create_connection((host, int(port)), 30)
-    return ssl.create_default_context(cafile=str(authority)).wrap_socket(plain, server_hostname=host)
-
-
-def send_unauthenticated(address: str, authority: Path, path: str, declared: int, sent: int) -> tuple[str, int]:
-    """Send a body without credentials until the server stops reading it.
-
-    Args:
-        address: Address of the server as ``host:port``.
-        authority: File with the certificate of the server's authority.
-        path: Path of the request.
-        declared: Size of the body that the headers declare, in bytes.
-        sent: Bytes to send at most.
-
-    Returns:
-        The first line of the answer, and the number of bytes of the body that were sent.
-    """
-    with closing(connect(address, authority)) as line:
-        line.sendall(f"PUT {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {declared}\r\n\r\n".encode())
-        answer, done, piece = b"", 0, bytes(2**16)
-        try:
-            line.settimeout(0.05)
-            while done < sent:
-                done += line.send(piece)
-                try:
-                    answer += line.recv(1000)
-                    break
-                except TimeoutError:
-                    continue
-            line.settimeout(30)
-            answer = answer or line.recv(1000)
-        except (OSError, ssl.SSLError):
-            pass
-        return answer.split(b"\r\n", 1)[0].decode(errors="replace"), done
-
 
 pytestmark = pytest.mark.slow
 
