@@ -78,7 +78,7 @@ def _run_node(path: Path) -> None:
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("file", ["ray/test_worker.py", "http/test_conformance.py"])
+@pytest.mark.parametrize("file", ["ray/test_worker.py", Path(__file__).name])
 def test_a_transport_runs_all_cases_and_its_quick_ones_in_every_run_of_the_tests(file: str) -> None:
     """Workers of a cluster and a deployment are compared with runs in process."""
     tree = ast.parse((HERE / file).read_text(encoding="utf-8"))
