@@ -49,7 +49,7 @@ LONGEST = [
         "assembly/test_own_trainers",
         "methods/test_method_claims",
         "errors/test_mistakes",
-        "runs/test_image_runs",
+        "runs/test_trained_models",
         "reproduction/test_presets",
     )
 ]
