@@ -7,17 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from fedspan.core import lowrank
 from fedspan.core.aggregation import average_stack, choose_smaller_form, compute_residual, map_layers, sum_products
-from fedspan.core.lowrank import (
-    LowRank,
-    assign_values_to_B,
-    balance_factors,
-    compute_inner_product,
-    compute_leading_svd,
-    concatenate,
-    fix_signs,
-    svd,
-)
 from fedspan.core.projectors import (
     choose_side,
     compute_sketched_projector,
@@ -33,7 +24,7 @@ few = settings(max_examples=25, deadline=None)
 
 
 @st.composite
-def low_rank(draw: st.DrawFn, shape: tuple[int, int] | None = None) -> LowRank:
+def low_rank(draw: st.DrawFn, shape: tuple[int, int] | None = None) -> lowrank.LowRank:
     """Pairs of any shape, of ranks beyond min(O, I) and of no rank at all, some zero, some with repeated directions."""
     rows, columns = shape or (draw(st.integers(1, 7)), draw(st.integers(1, 7)))
     rank, kind = draw(st.integers(0, 9)), draw(st.sampled_from(["full", "zero B", "zero A", "repeated"]))
@@ -46,10 +37,10 @@ def low_rank(draw: st.DrawFn, shape: tuple[int, int] | None = None) -> LowRank:
         A.zero_()
     if kind == "repeated" and rank > 1:
         B[:, 1], A[1] = B[:, 0], A[0]
-    return LowRank(B, A, draw(st.sampled_from([1.0, 0.25, -3.0, 0.0])))
+    return lowrank.LowRank(B, A, draw(st.sampled_from([1.0, 0.25, -3.0, 0.0])))
 
 
-def _dense(pair: LowRank) -> Tensor:
+def _dense(pair: lowrank.LowRank) -> Tensor:
     """The sum of scaled outer products, entry by entry."""
     total = torch.zeros(pair.shape, dtype=torch.float64)
     for k in range(pair.rank):
@@ -63,7 +54,7 @@ def _equal(actual: Tensor, expected: Tensor, size: float = 1.0) -> bool:
 
 @few
 @given(low_rank())
-def test_dense_and_folded(pair: LowRank) -> None:
+def test_dense_and_folded(pair: lowrank.LowRank) -> None:
     assert _equal(pair.to_dense(), _dense(pair))
     assert pair.fold_scale().scale == 1.0
     assert _equal(pair.fold_scale().to_dense(), _dense(pair))
@@ -74,7 +65,7 @@ def test_dense_and_folded(pair: LowRank) -> None:
 @given(st.data(), st.integers(1, 6), st.integers(1, 6), st.integers(1, 4))
 def test_concatenation_is_the_sum(data: st.DataObject, rows: int, columns: int, count: int) -> None:
     pairs = [data.draw(low_rank((rows, columns))) for _ in range(count)]
-    joined = concatenate(pairs)
+    joined = lowrank.concatenate(pairs)
     assert joined.rank == sum(pair.rank for pair in pairs)
     assert _equal(joined.to_dense(), torch.stack([_dense(pair) for pair in pairs]).sum(0), 100.0)
 
@@ -84,14 +75,16 @@ def test_concatenation_is_the_sum(data: st.DataObject, rows: int, columns: int, 
 def test_inner_product(data: st.DataObject, rows: int, columns: int) -> None:
     left, right = data.draw(low_rank((rows, columns))), data.draw(low_rank((rows, columns)))
     expected = (_dense(left) * _dense(right)).sum()
-    assert _equal(compute_inner_product(left, right), expected, float(_dense(left).norm() * _dense(right).norm()))
+    assert _equal(
+        lowrank.compute_inner_product(left, right), expected, float(_dense(left).norm() * _dense(right).norm())
+    )
 
 
 @few
 @given(low_rank(), st.one_of(st.none(), st.integers(1, 8)))
-def test_svd(pair: LowRank, rank: int | None) -> None:
+def test_svd(pair: lowrank.LowRank, rank: int | None) -> None:
     matrix = _dense(pair)
-    U, S, Vt = svd(pair, rank)
+    U, S, Vt = lowrank.svd(pair, rank)
     expected = torch.linalg.svdvals(matrix)
     most = min(pair.rank, *pair.shape) if pair.rank < min(pair.shape) else min(pair.shape)
     kept = most if rank is None else min(rank, most)
@@ -111,8 +104,8 @@ def test_svd(pair: LowRank, rank: int | None) -> None:
 
 def test_svd_of_a_float32_pair_is_computed_in_float64() -> None:
     rng = torch.Generator().manual_seed(0)
-    pair = LowRank(torch.randn((9, 2), generator=rng), torch.randn((2, 8), generator=rng))
-    U, S, Vt = svd(pair)
+    pair = lowrank.LowRank(torch.randn((9, 2), generator=rng), torch.randn((2, 8), generator=rng))
+    U, S, Vt = lowrank.svd(pair)
     assert U.dtype == S.dtype == Vt.dtype == torch.float64
     assert _equal(U * S @ Vt, pair.to(torch.float64).to_dense())
 
@@ -121,7 +114,7 @@ def test_signs_follow_from_the_matrix_alone() -> None:
     rng = torch.Generator().manual_seed(1)
     U, Vt = torch.randn((6, 3), generator=rng), torch.randn((3, 5), generator=rng)
     flipped = torch.tensor([-1.0, 1.0, -1.0])
-    first, second = fix_signs(U, Vt), fix_signs(U * flipped, Vt * flipped[:, None])
+    first, second = lowrank.fix_signs(U, Vt), lowrank.fix_signs(U * flipped, Vt * flipped[:, None])
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
     assert _equal((first[0] @ first[1]).double(), (U @ Vt).double(), 1e3)
@@ -135,28 +128,28 @@ def test_signs_of_vectors_with_ties_survive_rounding(rows: int, columns: int, se
     U = torch.randn((rows, columns), generator=rng, dtype=torch.float64).clamp(-1.5, 1.5)
     U[torch.randperm(rows, generator=rng)[:2]] = torch.tensor([[2.0], [-2.0]], dtype=torch.float64)
     Vt = torch.randn((columns, 3), generator=rng, dtype=torch.float64)
-    fixed = fix_signs(U, Vt)
+    fixed = lowrank.fix_signs(U, Vt)
     for scale in (1e-15, 1e-7, 1e-5):
         rounded = U * (1 + scale * torch.randn(U.shape, generator=rng, dtype=torch.float64))
-        assert torch.equal(fix_signs(rounded, Vt)[1], fixed[1])
+        assert torch.equal(lowrank.fix_signs(rounded, Vt)[1], fixed[1])
 
 
 def test_factors_that_do_not_multiply_are_refused() -> None:
     with pytest.raises(ValueError, match="do not multiply"):
-        LowRank(torch.zeros(4, 2), torch.zeros(3, 5))
+        lowrank.LowRank(torch.zeros(4, 2), torch.zeros(3, 5))
     with pytest.raises(ValueError, match="at least one"):
-        concatenate([])
+        lowrank.concatenate([])
 
 
 @few
 @given(low_rank())
-def test_splits_of_an_svd_multiply_to_the_matrix(pair: LowRank) -> None:
+def test_splits_of_an_svd_multiply_to_the_matrix(pair: lowrank.LowRank) -> None:
     """Balanced factors have equal Gram matrices; where a singular value is 0, B alone is."""
-    U, S, Vt = svd(pair)
+    U, S, Vt = lowrank.svd(pair)
     size = float(_dense(pair).norm())
-    assert _equal(assign_values_to_B(U, S, Vt).to_dense(), _dense(pair), size)
-    assert _equal(assign_values_to_B(U, S, Vt).A, Vt)
-    even = balance_factors(U, S, Vt)
+    assert _equal(lowrank.assign_values_to_B(U, S, Vt).to_dense(), _dense(pair), size)
+    assert _equal(lowrank.assign_values_to_B(U, S, Vt).A, Vt)
+    even = lowrank.balance_factors(U, S, Vt)
     assert _equal(even.to_dense(), _dense(pair), size)
     rank = int(torch.linalg.matrix_rank(_dense(pair)))
     assert _equal((even.B.T @ even.B)[:rank, :rank], torch.diag(S[:rank]), size)
@@ -167,7 +160,10 @@ def test_splits_of_an_svd_multiply_to_the_matrix(pair: LowRank) -> None:
 
 def test_a_randomized_svd_that_would_save_nothing_is_the_full_one() -> None:
     matrix = torch.randn((40, 12), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    full, found = compute_leading_svd(matrix, 3), compute_leading_svd(matrix, 3, create_generator(1, "leading"))
+    full, found = (
+        lowrank.compute_leading_svd(matrix, 3),
+        lowrank.compute_leading_svd(matrix, 3, create_generator(1, "leading")),
+    )
     assert all(torch.equal(one, other) for one, other in zip(found, full, strict=True))
 
 
@@ -180,7 +176,7 @@ def test_leading_triples_of_a_dense_matrix(shape: tuple[int, int], randomized: b
     S = 1.0 / torch.arange(1, min(shape) + 1, dtype=torch.float64)
     matrix = U * S @ Vt
     draws = (create_generator(1, "leading"), create_generator(1, "leading")) if randomized else (None, None)
-    found, again = compute_leading_svd(matrix, 3, draws[0]), compute_leading_svd(matrix, 3, draws[1])
+    found, again = lowrank.compute_leading_svd(matrix, 3, draws[0]), lowrank.compute_leading_svd(matrix, 3, draws[1])
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
     tolerance = 1e-6 if randomized else 1e-9
     assert torch.allclose(found[1], S[:3], rtol=tolerance, atol=0)
@@ -245,10 +241,10 @@ def test_means_are_summed_in_float64_and_given_back_as_they_came() -> None:
     assert torch.equal(mean, torch.full((2, 2), 2.0**24 + 1000))
 
 
-@pytest.mark.parametrize(("rank", "kind"), [(2, LowRank), (4, LowRank), (5, Tensor)])
+@pytest.mark.parametrize(("rank", "kind"), [(2, lowrank.LowRank), (4, lowrank.LowRank), (5, Tensor)])
 def test_the_smaller_form(rank: int, kind: type) -> None:
     """6 x 12: factors of rank 4 are as many elements as the matrix."""
-    pair = LowRank(torch.ones(6, rank), torch.ones(rank, 12), 0.5)
+    pair = lowrank.LowRank(torch.ones(6, rank), torch.ones(rank, 12), 0.5)
     form = choose_smaller_form(pair)
     assert type(form) is kind
     assert torch.equal(form if isinstance(form, Tensor) else form.to_dense(), pair.to_dense())
@@ -263,7 +259,7 @@ def test_layers_are_mapped_in_order_on_one_thread_each(threads: int) -> None:
     def work(layer: LayerSpec) -> tuple[Tensor, ...]:
         seen.add(torch.get_num_threads())
         rng = create_generator(0, layer.name)
-        return svd(LowRank(torch.randn((30, 9), generator=rng), torch.randn((9, 20), generator=rng)))
+        return lowrank.svd(lowrank.LowRank(torch.randn((30, 9), generator=rng), torch.randn((9, 20), generator=rng)))
 
     expected = {layer.name: work(layer) for layer in layers}
     seen.clear()
@@ -299,10 +295,10 @@ def test_the_shorter_side_is_projected_and_square_counts_as_tall() -> None:
     assert choose_side((6, 6)) == "right"
 
 
-def _gradient(rows: int, columns: int, tokens: int, seed: int) -> LowRank:
+def _gradient(rows: int, columns: int, tokens: int, seed: int) -> lowrank.LowRank:
     """dY^T X, some of whose rows may be linear combinations of others."""
     rng = torch.Generator().manual_seed(seed)
-    return LowRank(torch.randn((rows, tokens), generator=rng), torch.randn((tokens, columns), generator=rng))
+    return lowrank.LowRank(torch.randn((rows, tokens), generator=rng), torch.randn((tokens, columns), generator=rng))
 
 
 @few
@@ -342,7 +338,7 @@ def test_a_sketch_of_a_large_gradient_is_nearly_the_best(side: str, tokens: int)
     U, V = (torch.linalg.qr(torch.randn(size, 40, generator=rng))[0] for size in (90, 70))
     B = U / torch.arange(1, 41)
     mix = torch.linalg.qr(torch.randn(tokens, 40, generator=rng))[0].T if tokens > 40 else torch.eye(40)
-    gradient = LowRank(B @ mix, mix.T @ V.T) if tokens > 40 else LowRank(B[:, :tokens], V.T[:tokens])
+    gradient = lowrank.LowRank(B @ mix, mix.T @ V.T) if tokens > 40 else lowrank.LowRank(B[:, :tokens], V.T[:tokens])
     G = gradient.to_dense().double()
     P = compute_sketched_projector(gradient, 4, side, torch.Generator().manual_seed(2))
     kept = G @ _projection(P, side) if side == "right" else _projection(P, side) @ G
@@ -364,7 +360,7 @@ def test_a_sketch_multiplies_by_factors_or_the_gradient_whichever_is_cheaper(sid
 
 @pytest.mark.parametrize("side", SIDES)
 def test_a_gradient_of_zeros_still_gives_a_projector(side: str) -> None:
-    zero = LowRank(torch.zeros(6, 3), torch.randn(3, 5))
+    zero = lowrank.LowRank(torch.zeros(6, 3), torch.randn(3, 5))
     for P in (compute_svd_projector(zero, 2, side), compute_sketched_projector(zero, 2, side, torch.Generator())):
         gram = P @ P.T if side == "right" else P.T @ P
         assert (gram - torch.eye(2)).abs().max() < 1e-6

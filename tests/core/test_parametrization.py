@@ -10,30 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedspan.core import parametrization as forms
 from fedspan.core.base import BaseUpdate, Delta, Increment, apply_patch, materialize, to_dense
 from fedspan.core.lowrank import LowRank
-from fedspan.core.parametrization import (
-    Core,
-    Dense,
-    DenseLoRA,
-    Effective,
-    Factorized,
-    FactorizedConv,
-    Gram,
-    LoRA,
-    MixedGram,
-    Nested,
-    PairSum,
-    Parametrization,
-    Projected,
-    Sparse,
-    compute_dense_change,
-    draw_dense_bases,
-    draw_mixing_keys,
-    multiply_by_mixing,
-    reshape_to_convolution,
-    reshape_to_rectangle,
-)
 
 OUT, IN = 7, 6
 KERNEL = (3, 2)  # with one channel, a convolution's weight is 7 x 6 too
@@ -50,43 +29,43 @@ SHAPES = {
 S, P = 0.5, 3.0
 Slots = dict[str, Tensor]
 
-CASES: dict[str, tuple[Parametrization, dict[str, tuple[int, int]], Callable[[Tensor, Slots], Tensor]]] = {
-    "LoRA": (LoRA(S), {}, lambda W, x: W + S * x["B"] @ x["A"]),
-    "PairSum": (PairSum(S, P), {}, lambda W, x: W + S * x["B"] @ x["A"] + P * x["L"] @ x["U"]),
+CASES: dict[str, tuple[forms.Parametrization, dict[str, tuple[int, int]], Callable[[Tensor, Slots], Tensor]]] = {
+    "LoRA": (forms.LoRA(S), {}, lambda W, x: W + S * x["B"] @ x["A"]),
+    "PairSum": (forms.PairSum(S, P), {}, lambda W, x: W + S * x["B"] @ x["A"] + P * x["L"] @ x["U"]),
     "Nested": (
-        Nested(S, P),
+        forms.Nested(S, P),
         {"A_d": (3, 2), "A_u": (2, IN), "B_d": (OUT, 2), "B_u": (2, 3)},
         lambda W, x: W + S * (x["B"] + P * x["B_d"] @ x["B_u"]) @ (x["A"] + P * x["A_d"] @ x["A_u"]),
     ),
-    "Core": (Core(S), {"R": (3, 3)}, lambda W, x: W + S * x["B"] @ x["R"] @ x["A"]),
+    "Core": (forms.Core(S), {"R": (3, 3)}, lambda W, x: W + S * x["B"] @ x["R"] @ x["A"]),
     "Gram": (
-        Gram(S),
+        forms.Gram(S),
         {"A": (2, 6), "L": (OUT, 6), "R": (6, IN)},
         lambda W, x: W + S * x["L"] @ x["A"].T @ x["A"] @ x["R"],
     ),
     "Projected right": (
-        Projected("right"),
+        forms.Projected("right"),
         {"acc": (OUT, 2), "P": (2, IN)},
         lambda W, x: W + x["acc"] @ x["P"] + x["done_B"] @ x["done_A"],
     ),
     "Projected left": (
-        Projected("left"),
+        forms.Projected("left"),
         {"acc": (2, IN), "P": (OUT, 2)},
         lambda W, x: W + x["P"] @ x["acc"] + x["done_B"] @ x["done_A"],
     ),
-    "Factorized": (Factorized(), {"U": (OUT, 4)}, lambda W, x: x["U"] @ x["V"]),
+    "Factorized": (forms.Factorized(), {"U": (OUT, 4)}, lambda W, x: x["U"] @ x["V"]),
     "FactorizedConv": (
-        FactorizedConv(KERNEL),
+        forms.FactorizedConv(KERNEL),
         {"U": (OUT * 3, 4), "V": (4, 2)},
         # Row o k1 + a of U, column c k2 + b of V: entry (o, c, a, b) of the convolution.
         lambda W, x: torch.einsum("oar,rcb->ocab", x["U"].view(OUT, 3, 4), x["V"].view(4, 1, 2)).reshape(OUT, IN),
     ),
-    "Dense": (Dense(), {}, lambda W, x: x["W"]),
-    "DenseLoRA": (DenseLoRA(P), {}, lambda W, x: x["W"] + P * x["L"] @ x["U"]),
+    "Dense": (forms.Dense(), {}, lambda W, x: x["W"]),
+    "DenseLoRA": (forms.DenseLoRA(P), {}, lambda W, x: x["W"] + P * x["L"] @ x["U"]),
 }
 
 
-def _case(name: str) -> tuple[Parametrization, Slots, Callable[[Tensor, Slots], Tensor], Tensor]:
+def _case(name: str) -> tuple[forms.Parametrization, Slots, Callable[[Tensor, Slots], Tensor], Tensor]:
     parametrization, shapes, formula = CASES[name]
     rng = torch.Generator().manual_seed(0)
     names: tuple[str, ...] = parametrization.slots
@@ -102,7 +81,7 @@ def test_weight_and_gradients_are_those_of_the_formula(name: str) -> None:
     parametrization, slots, formula, W = _case(name)
     G = torch.randn((OUT, IN), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected = formula(W, slots)
-    actual = W + compute_dense_change(parametrization.compute_effective(slots), W)
+    actual = W + forms.compute_dense_change(parametrization.compute_effective(slots), W)
     assert torch.allclose(actual, expected, rtol=0, atol=1e-12)
     ours = torch.autograd.grad((actual * G).sum(), list(slots.values()))
     theirs = torch.autograd.grad((expected * G).sum(), list(slots.values()))
@@ -116,7 +95,7 @@ def test_what_a_layer_computes_is_the_weight_times_its_input(name: str) -> None:
     """The rule of ``Effective``: x (weight or W)^T + pair(x), the frozen base only where ``base`` is true."""
     parametrization, slots, formula, W = _case(name)
     x = torch.randn((4, IN), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    effective: Effective = parametrization.compute_effective(slots)
+    effective: forms.Effective = parametrization.compute_effective(slots)
     y = torch.zeros((4, OUT), dtype=torch.float64)
     if effective.base:
         assert effective.weight is None
@@ -134,7 +113,7 @@ def test_gram_gradient_is_that_of_florg() -> None:
     parametrization, slots, _, W = _case("Gram")
     G = torch.randn((OUT, IN), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     (gradient,) = torch.autograd.grad(
-        (compute_dense_change(parametrization.compute_effective(slots), W) * G).sum(), [slots["A"]]
+        (forms.compute_dense_change(parametrization.compute_effective(slots), W) * G).sum(), [slots["A"]]
     )
     H = S * slots["L"].T @ G @ slots["R"].T
     assert torch.allclose(gradient, slots["A"] @ (H + H.T), rtol=0, atol=1e-12)
@@ -147,8 +126,8 @@ def test_sparse_values_stand_at_their_positions() -> None:
     values = torch.randn(3, generator=rng, dtype=torch.float64, requires_grad=True)
     places = [(0, 4), (3, 0), (6, 5)]
     entries = torch.tensor([row * IN + column for row, column in places])
-    effective = Sparse((OUT, IN)).compute_effective({"values": values, "entries": entries})
-    change = compute_dense_change(effective, W)
+    effective = forms.Sparse((OUT, IN)).compute_effective({"values": values, "entries": entries})
+    change = forms.compute_dense_change(effective, W)
     expected = torch.zeros((OUT, IN), dtype=torch.float64)
     for (row, column), value in zip(places, values.tolist(), strict=True):
         expected[row, column] = value
@@ -173,16 +152,16 @@ def test_a_pair_of_the_rectangle_is_two_convolutions(kernel: tuple[int, int]) ->
     k1, k2 = kernel
     U = torch.randn((rows * k1, rank), generator=rng, dtype=torch.float64)
     V = torch.randn((rank, channels * k2), generator=rng, dtype=torch.float64)
-    effective = FactorizedConv(kernel).compute_effective({"U": U, "V": V})
+    effective = forms.FactorizedConv(kernel).compute_effective({"U": U, "V": V})
     assert not effective.base
     x = torch.randn((2, channels, 7, 8), generator=rng, dtype=torch.float64)
     whole = F.conv2d(x, effective.weight.view(rows, channels, k1, k2))
     halfway = F.conv2d(x, V.view(rank, channels, 1, k2))
     both = F.conv2d(halfway, U.view(rows, k1, rank).permute(0, 2, 1).unsqueeze(3))
     assert torch.allclose(whole, both, rtol=0, atol=1e-12)
-    assert torch.equal(reshape_to_rectangle(effective.weight, kernel), U @ V)
+    assert torch.equal(forms.reshape_to_rectangle(effective.weight, kernel), U @ V)
     weight = torch.randn((rows, channels * k1 * k2), generator=rng)
-    assert torch.equal(reshape_to_convolution(reshape_to_rectangle(weight, kernel), kernel), weight)
+    assert torch.equal(forms.reshape_to_convolution(forms.reshape_to_rectangle(weight, kernel), kernel), weight)
 
 
 few = settings(max_examples=25, deadline=None)
@@ -190,7 +169,7 @@ few = settings(max_examples=25, deadline=None)
 
 def written_out(longer: int, shorter: int, seed: int) -> Tensor:
     """M (K, N): sign_j c_j cos(pi j (4 place_i + 1) / 2 N), with c_0 = sqrt(1 / N) and c_j = sqrt(2 / N)."""
-    places, signs = draw_mixing_keys(longer, shorter, seed, "layer")
+    places, signs = forms.draw_mixing_keys(longer, shorter, seed, "layer")
     rows = [
         [
             float(signs[j])
@@ -210,15 +189,15 @@ def test_the_fast_product_is_that_with_an_orthonormal_matrix(shorter: int, more:
     M = written_out(longer, shorter, seed)
     assert (M @ M.T - torch.eye(shorter, dtype=torch.float64)).abs().max() < 1e-12
     A = torch.randn(rank, shorter, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    places, signs = draw_mixing_keys(longer, shorter, seed, "layer")
-    assert (multiply_by_mixing(A, places, signs) - A @ M).abs().max() < 1e-12 * (1 + float(A.abs().max()))
+    places, signs = forms.draw_mixing_keys(longer, shorter, seed, "layer")
+    assert (forms.multiply_by_mixing(A, places, signs) - A @ M).abs().max() < 1e-12 * (1 + float(A.abs().max()))
 
 
 def test_gradients_and_batches_pass_through() -> None:
     M = written_out(7, 5, 1)
-    keys = draw_mixing_keys(7, 5, 1, "layer")
+    keys = forms.draw_mixing_keys(7, 5, 1, "layer")
     A = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
-    out = multiply_by_mixing(A, *keys)
+    out = forms.multiply_by_mixing(A, *keys)
     assert torch.allclose(out, A @ M, atol=1e-12)
     weights = torch.randn_like(out)
     (out * weights).sum().backward()
@@ -236,21 +215,21 @@ def test_every_direction_of_the_longer_side_is_reached_alike() -> None:
 @pytest.mark.parametrize(("shape", "side"), [((6, 9), "right"), ((9, 6), "left"), ((6, 6), "right")])
 def test_mixed_gram_is_gram_under_the_identity_and_the_mixing(shape: tuple[int, int], side: str) -> None:
     longer, shorter = max(shape), min(shape)
-    M, (places, signs) = written_out(longer, shorter, 5), draw_mixing_keys(longer, shorter, 5, "layer")
+    M, (places, signs) = written_out(longer, shorter, 5), forms.draw_mixing_keys(longer, shorter, 5, "layer")
     A = torch.randn(2, shorter, dtype=torch.float64)
-    pair = MixedGram(0.5, side).compute_effective({"A": A, "places": places, "signs": signs}).pair
+    pair = forms.MixedGram(0.5, side).compute_effective({"A": A, "places": places, "signs": signs}).pair
     L, R = (torch.eye(shorter).double(), M) if side == "right" else (M.T, torch.eye(shorter).double())
     assert torch.allclose(pair.to_dense(), 0.5 * L @ A.T @ A @ R, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (6, 6)])
 def test_dense_bases_are_orthonormal_and_the_same_for_every_holder_of_the_key(shape: tuple[int, int]) -> None:
-    L, R = draw_dense_bases(shape, 3, "layer")
-    draw_dense_bases.cache_clear()
-    again = draw_dense_bases(shape, 3, "layer")
+    L, R = forms.draw_dense_bases(shape, 3, "layer")
+    forms.draw_dense_bases.cache_clear()
+    again = forms.draw_dense_bases(shape, 3, "layer")
     assert torch.equal(L, again[0])
     assert torch.equal(R, again[1])
-    assert not torch.equal(L, draw_dense_bases(shape, 4, "layer")[0])
+    assert not torch.equal(L, forms.draw_dense_bases(shape, 4, "layer")[0])
     k = min(shape)
     assert (L.shape, R.shape) == ((shape[0], k), (k, shape[1]))
     for gram in (L.T @ L, R @ R.T):

@@ -13,14 +13,8 @@ from hypothesis import strategies as st
 from scipy.ndimage import convolve1d
 from torch import Tensor
 
+from fedspan.core import factors
 from fedspan.core.alignment import compute_ajive
-from fedspan.core.factors import (
-    cut_slots,
-    draw_initial_A,
-    get_alternating_factor,
-    list_alternating_factors,
-    require_rank,
-)
 from fedspan.core.method import Claims
 from fedspan.core.noise import KEY_BYTES, compute_tensor_digest, derive_seed_key, draw_gaussian, draw_poisson_sample
 from fedspan.core.parametrization import Projected, count_entries, draw_entries, scatter_entries
@@ -187,19 +181,21 @@ def test_a_client_is_sent_what_changed_since_it_was_here(round: int, held: int |
     held = None if held is None else min(held, round)
     state, history = {"A": "initial", "B": "initial"}, [{"A": "initial", "B": "initial"}]
     for number in range(round):
-        state = {**state, get_alternating_factor(number): f"of round {number}"}
+        state = {**state, factors.get_alternating_factor(number): f"of round {number}"}
         history.append(state)
     known = history[held or 0]
-    assert set(list_alternating_factors(round, held)) == {slot for slot in "AB" if known[slot] != history[round][slot]}
+    assert set(factors.list_alternating_factors(round, held)) == {
+        slot for slot in "AB" if known[slot] != history[round][slot]
+    }
 
 
 def test_B_comes_first() -> None:
-    assert [get_alternating_factor(number) for number in range(4)] == ["B", "A", "B", "A"]
+    assert [factors.get_alternating_factor(number) for number in range(4)] == ["B", "A", "B", "A"]
 
 
 def test_cut_slots_copies_the_first_slots() -> None:
     tensors = {"one/A": torch.arange(6.0).reshape(3, 2), "one/B": torch.arange(12.0).reshape(4, 3)}
-    cut = cut_slots(tensors, 2)
+    cut = factors.cut_slots(tensors, 2)
     assert cut["one/A"].tolist() == [[0, 1], [2, 3]]
     assert cut["one/B"].tolist() == [[0, 1], [3, 4], [6, 7], [9, 10]]
     assert all(
@@ -208,7 +204,7 @@ def test_cut_slots_copies_the_first_slots() -> None:
 
 
 def test_gaussian_factors_are_peft_s_draws() -> None:
-    found = draw_initial_A(LayerSpec("layer", 6, 5), 4, torch.Generator().manual_seed(3), "gaussian")
+    found = factors.draw_initial_A(LayerSpec("layer", 6, 5), 4, torch.Generator().manual_seed(3), "gaussian")
     expected = torch.nn.init.normal_(torch.empty(4, 5), std=1 / 4, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(found, expected)
 
@@ -216,8 +212,8 @@ def test_gaussian_factors_are_peft_s_draws() -> None:
 @pytest.mark.parametrize("shape", [(3, 7), (7, 3)])
 def test_a_rank_is_at_most_a_layer_s_shorter_side(shape: tuple[int, int]) -> None:
     spec = Spec((LayerSpec("large", 9, 8), LayerSpec("small", *shape)))
-    assert require_rank(spec, 3) is None
-    assert require_rank(spec, 4) == f"small is {shape[0]} x {shape[1]}: at most 3"
+    assert factors.require_rank(spec, 3) is None
+    assert factors.require_rank(spec, 4) == f"small is {shape[0]} x {shape[1]}: at most 3"
 
 
 KEY = derive_seed_key(1)

@@ -14,16 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedspan.data import PartitionConfig
+from fedspan.data import PartitionConfig, duplicates
 from fedspan.data.config import DataConfig
 from fedspan.data.content import compute_content_digest
-from fedspan.data.duplicates import (
-    advise_grouping,
-    describe_shared,
-    encode_contents,
-    encode_groups,
-    find_shared_between_clients,
-)
 from fedspan.data.loading import load
 from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError
@@ -138,7 +131,7 @@ def test_duplicates_of_a_file_are_counted_and_can_be_kept_together(tmp_path: Pat
     data = load(DataConfig(train=path, text="note"))
     assert "held-out test examples also occur in training (data.group: note keeps" in data.notes[0]
     parts = partition(data.train, how, 0)
-    (note,) = describe_shared(data.train, parts, DataConfig(train=path, text="note"), False)
+    (note,) = duplicates.describe_shared(data.train, parts, DataConfig(train=path, text="note"), False)
     assert "training examples occur at several clients (data.group: note keeps equal examples together)" in note
 
     config = DataConfig(train=path, text="note", group="note")
@@ -147,16 +140,18 @@ def test_duplicates_of_a_file_are_counted_and_can_be_kept_together(tmp_path: Pat
     assert 15 <= len(data.test) <= 33  # a fifth of 120, in whole groups of 3
     assert data.notes == ()
     parts = partition(data.train, how, 0, groups=data.groups)
-    assert find_shared_between_clients(data.train, parts) == (0, 0)
-    assert describe_shared(data.train, parts, config, False) == ()
+    assert duplicates.find_shared_between_clients(data.train, parts) == (0, 0)
+    assert duplicates.describe_shared(data.train, parts, config, False) == ()
     assert sum(len(client.indices) for client in parts.clients) == len(data.train)
     assert all(len(client.train) and len(client.validation) and len(client.test) for client in parts.clients)
 
 
 def test_a_column_of_a_few_values_is_hardly_one_of_contents() -> None:
     shops = datasets.Dataset.from_dict({"text": [f"shop {number % 6}" for number in range(60)]})
-    assert advise_grouping(shops, "s") == "only 6 of 60 examples are distinct: check that s is the right column"
-    assert advise_grouping(shops.select(range(59)), "s") == "data.group: s keeps equal examples together"
+    assert (
+        duplicates.advise_grouping(shops, "s") == "only 6 of 60 examples are distinct: check that s is the right column"
+    )
+    assert duplicates.advise_grouping(shops.select(range(59)), "s") == "data.group: s keeps equal examples together"
 
 
 def test_counts_are_those_of_the_rows() -> None:
@@ -165,15 +160,15 @@ def test_counts_are_those_of_the_rows() -> None:
     from fedspan.data.partition import ClientPart
 
     clients = [ClientPart(str(number), *map(np.array, part)) for number, part in enumerate(rows)]
-    assert find_shared_between_clients(data, Partition(clients, 6)) == (2, 0)
+    assert duplicates.find_shared_between_clients(data, Partition(clients, 6)) == (2, 0)
     rows = [([0, 4], [], []), ([1, 2, 3], [5], [])]
     clients = [ClientPart(str(number), *map(np.array, part)) for number, part in enumerate(rows)]
-    assert find_shared_between_clients(data, Partition(clients, 6)) == (0, 2)
+    assert duplicates.find_shared_between_clients(data, Partition(clients, 6)) == (0, 2)
 
 
 def test_pairs_are_equal_if_both_texts_are() -> None:
     data = datasets.Dataset.from_dict({"text": ["a", "a", "a"], "text_pair": ["b", "c", " b"]})
-    codes = encode_contents(data)[0]
+    codes = duplicates.encode_contents(data)[0]
     assert codes[0] == codes[2] != codes[1]
 
 
@@ -236,7 +231,7 @@ def test_groups_of_a_column_and_rows_without_one(tmp_path: Path, refused: Refuse
 def test_a_label_can_be_a_group(tmp_path: Path) -> None:
     config = DataConfig(train=table(tmp_path / "t.csv", REPEATED, "text", "kind"), label="kind", group="kind")
     data = load(config.model_copy(update={"test_fraction": 0.0}))
-    assert encode_groups(data.train, config, "data").tolist() == data.groups.tolist()
+    assert duplicates.encode_groups(data.train, config, "data").tolist() == data.groups.tolist()
     assert len(set(data.groups.tolist())) == 2
 
 

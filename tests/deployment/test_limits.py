@@ -1,6 +1,5 @@
 """A hostile server's orders and configs: what exceeds a node's limits is refused, and under noise no failure tells."""
 
-import json
 import math
 import time
 from contextlib import suppress
@@ -251,14 +250,6 @@ def test_one_training_loss_tells_no_counts_of_labels(epsilon: float | None, tiny
     run.federation.run_round(run.federation.begin())
     counts = np.bincount(labels[data.train], minlength=LABELS).tolist()
     assert [coded.decode(part.loss) for part in coded.came[-1].parts] == ([counts] if epsilon is None else [])
-
-
-def test_shares_of_a_node_leave_something_to_train(tiny_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="validation \\+ test below 1"):
-        node(tiny_folder, tmp_path, validation=0.5, test=0.5)
-    made = NodeConfig.model_validate({"id": "a", "server": "h:1", "data": {}, "key": "/keys/node.key"})
-    assert made.budget_marker == Path("/keys/node.key.budget")
-    assert json.loads(made.model_dump_json())["validation"] == 0.1
 
 
 SIZES = {name: getattr(NodeLimits(), name) for name in ("min_batch", "train_examples")}

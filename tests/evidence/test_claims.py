@@ -19,19 +19,7 @@ from evidence.claims import fedgalore_drift as drift
 from evidence.claims import fedgalore_moments as moments
 from evidence.claims import fedgalore_trap as trap
 from evidence.claims import florg_gram as florg
-from evidence.claims.linear_model import (
-    LinearFederation,
-    compute_angle_distance,
-    compute_ffa_loss,
-    compute_ffa_solution,
-    compute_gradient_a,
-    create_population,
-    from_samples,
-    losses,
-    minimize_b,
-    run_fedit_round,
-    run_rolora_round,
-)
+from evidence.claims import linear_model
 from evidence.claims.planted_views import draw_second_moments
 from helpers.families import others_slow
 
@@ -197,8 +185,8 @@ class Data:
         self.Y = [X @ torch.outer(self.a_star, b) for X, b in zip(self.X, self.b_star, strict=True)]
         self.a = unit(torch.randn(D, generator=rng, dtype=torch.float64))
 
-    def problem(self) -> LinearFederation:
-        return from_samples(self.X, self.a_star, self.b_star)
+    def problem(self) -> linear_model.LinearFederation:
+        return linear_model.from_samples(self.X, self.a_star, self.b_star)
 
     def loss(self, i: int, a: Tensor, b: Tensor) -> Tensor:
         return (self.Y[i] - self.X[i] @ torch.outer(a, b)).square().sum() / M
@@ -220,16 +208,18 @@ def test_losses_minimizers_and_gradients_are_those_of_the_data(homogeneous: bool
     data = Data(homogeneous=homogeneous)
     problem, b = data.problem(), torch.randn(P, dtype=torch.float64)
     for i in range(N):
-        assert torch.allclose(losses(problem, data.a, b)[i], data.loss(i, data.a, b), rtol=1e-12)
-        assert torch.allclose(minimize_b(problem, data.a)[i], data.best_b(i, data.a), rtol=1e-10)
-        assert torch.allclose(compute_gradient_a(problem, data.a, b)[i], data.slope(i, data.a, b), rtol=1e-10)
+        assert torch.allclose(linear_model.losses(problem, data.a, b)[i], data.loss(i, data.a, b), rtol=1e-12)
+        assert torch.allclose(linear_model.minimize_b(problem, data.a)[i], data.best_b(i, data.a), rtol=1e-10)
+        assert torch.allclose(
+            linear_model.compute_gradient_a(problem, data.a, b)[i], data.slope(i, data.a, b), rtol=1e-10
+        )
 
 
 def test_three_iterations_of_algorithm_2() -> None:
     data = Data()
     problem, a, expected = data.problem(), data.a, data.a
     for _ in range(3):
-        a, b = run_rolora_round(problem, a, ETA)
+        a, b = linear_model.run_rolora_round(problem, a, ETA)
         mean_b = sum(data.best_b(i, expected) for i in range(N)) / N
         moved = expected - ETA / N * sum(data.slope(i, expected, mean_b) for i in range(N))
         expected = moved / moved.norm()
@@ -242,7 +232,7 @@ def test_three_rounds_of_fedit_average_both_factors() -> None:
     data = Data()
     problem, a, expected = data.problem(), data.a, data.a
     for _ in range(3):
-        a, b = run_fedit_round(problem, a, ETA, steps=2)
+        a, b = linear_model.run_fedit_round(problem, a, ETA, steps=2)
         finals = []
         for i in range(N):
             own = expected
@@ -259,17 +249,17 @@ def test_three_rounds_of_fedit_average_both_factors() -> None:
 def test_ffa_lora_stops_at_the_mean_of_the_minimizers() -> None:
     data = Data()
     mean_b = sum(data.best_b(i, data.a) for i in range(N)) / N
-    assert torch.allclose(compute_ffa_solution(data.problem(), data.a), mean_b, rtol=1e-10)
+    assert torch.allclose(linear_model.compute_ffa_solution(data.problem(), data.a), mean_b, rtol=1e-10)
 
 
 def test_the_population_is_the_limit_of_many_samples() -> None:
     """l_i = ||a* b_i*^T - a b^T||^2, and b = b* cos(a, a*)."""
     data = Data()
-    problem, b = create_population(data.a_star, data.b_star), torch.randn(P, dtype=torch.float64)
+    problem, b = linear_model.create_population(data.a_star, data.b_star), torch.randn(P, dtype=torch.float64)
     for i in range(N):
         dense = torch.outer(data.a_star, data.b_star[i]) - torch.outer(data.a, b)
-        assert torch.allclose(losses(problem, data.a, b)[i], dense.square().sum(), rtol=1e-12)
-    assert torch.allclose(minimize_b(problem, data.a), data.b_star * (data.a @ data.a_star), rtol=1e-12)
+        assert torch.allclose(linear_model.losses(problem, data.a, b)[i], dense.square().sum(), rtol=1e-12)
+    assert torch.allclose(linear_model.minimize_b(problem, data.a), data.b_star * (data.a @ data.a_star), rtol=1e-12)
 
 
 @settings(deadline=None, max_examples=30)
@@ -277,12 +267,14 @@ def test_the_population_is_the_limit_of_many_samples() -> None:
 def test_population_iterations_contract_as_lemma_A16_says(seed: int, share: float) -> None:
     """delta' <= delta (1 - 2 eta (1 - delta0^2) ||mean b*||^2) for eta up to 1 / (2 ||mean b*||^2)."""
     data = Data(seed)
-    problem, size = create_population(data.a_star, data.b_star), float(data.b_star.mean(0).square().sum())
-    eta, a, first = share / (2 * size), data.a, compute_angle_distance(data.a, data.a_star)
+    problem, size = linear_model.create_population(data.a_star, data.b_star), float(data.b_star.mean(0).square().sum())
+    eta, a, first = share / (2 * size), data.a, linear_model.compute_angle_distance(data.a, data.a_star)
     for _ in range(5):
-        delta = compute_angle_distance(a, data.a_star)
-        a, _ = run_rolora_round(problem, a, eta)
-        assert compute_angle_distance(a, data.a_star) <= delta * (1 - 2 * eta * (1 - first**2) * size) + 1e-12
+        delta = linear_model.compute_angle_distance(a, data.a_star)
+        a, _ = linear_model.run_rolora_round(problem, a, eta)
+        assert (
+            linear_model.compute_angle_distance(a, data.a_star) <= delta * (1 - 2 * eta * (1 - first**2) * size) + 1e-12
+        )
 
 
 @pytest.mark.parametrize(("clients", "samples"), [(1, 5), (3, 8), (5, 20)])
@@ -294,20 +286,20 @@ def test_proposition_5_5_is_the_mean_over_draws(clients: int, samples: int) -> N
     X = torch.randn((10_000, clients, samples, 2), generator=rng, dtype=torch.float64)
 
     def loss(drawn: Tensor) -> Tensor:
-        problem = from_samples(drawn, a_star, b_star.expand(clients, 1))
-        return losses(problem, a, compute_ffa_solution(problem, a)).mean()
+        problem = linear_model.from_samples(drawn, a_star, b_star.expand(clients, 1))
+        return linear_model.losses(problem, a, linear_model.compute_ffa_solution(problem, a)).mean()
 
     values = torch.vmap(loss)(X)
     error = float(values.std() / len(values) ** 0.5)
-    assert abs(float(values.mean()) - compute_ffa_loss(0.8, 2.0, clients, samples)) < 4 * error
+    assert abs(float(values.mean()) - linear_model.compute_ffa_loss(0.8, 2.0, clients, samples)) < 4 * error
     assert abs(float(values.mean()) - 4 * 0.64) > 4 * error
 
 
 def test_angle_distance() -> None:
     a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.6, -0.8])
-    assert compute_angle_distance(a, b) == pytest.approx(0.8)
-    assert compute_angle_distance(b, a) == pytest.approx(0.8)
-    assert compute_angle_distance(a, -a) == pytest.approx(0.0)
+    assert linear_model.compute_angle_distance(a, b) == pytest.approx(0.8)
+    assert linear_model.compute_angle_distance(b, a) == pytest.approx(0.8)
+    assert linear_model.compute_angle_distance(a, -a) == pytest.approx(0.0)
 
 
 def test_second_moments_without_drift_and_noise_are_the_target_of_rank_15() -> None:

@@ -16,34 +16,8 @@ import fedspan
 from fedspan.config import parse_config
 from fedspan.config.run import RunConfig
 from fedspan.errors import FedspanError
-from fedspan.experiments.execution import (
-    FinishedRuns,
-    format_command_line,
-    get_reusable_runs,
-    open_series,
-    read_settings,
-    reuse_finished_runs,
-)
+from fedspan.experiments import execution, series, tables
 from fedspan.experiments.intervals import Difference, compare_clients, compare_pairs, compare_to, estimate_difference
-from fedspan.experiments.series import (
-    Step,
-    compute_deviation,
-    compute_mean,
-    get_finite,
-    require_comparable,
-    set_seed,
-    validate_seeds,
-)
-from fedspan.experiments.tables import (
-    Table,
-    describe_majority,
-    format_heading,
-    format_markdown,
-    format_mean,
-    format_megabytes,
-    format_seconds,
-    write_tables,
-)
 from fedspan.progress.formatting import format_size
 from fedspan.run_folder import RunFolder
 from fedspan.runs.integrity import format_config
@@ -57,7 +31,7 @@ def config(**changes: Any) -> RunConfig:
 
 
 def test_seeds_are_different_whole_numbers() -> None:
-    assert validate_seeds([0, 2**63 - 1]) == (0, 2**63 - 1)
+    assert series.validate_seeds([0, 2**63 - 1]) == (0, 2**63 - 1)
     for seeds, why in (
         ([], "at least one whole number"),
         ([-1], "a whole number from 0"),
@@ -67,22 +41,22 @@ def test_seeds_are_different_whole_numbers() -> None:
         ([3, 4, 3], "the seed 3 is given twice"),
     ):
         with refused("--seeds", why):
-            validate_seeds(seeds)
+            series.validate_seeds(seeds)
 
 
 def test_all_seeds_share_the_partition_of_the_first_unless_the_config_has_one() -> None:
     """The config itself stays as it is."""
     some = config(baselines=["centralized"])
-    changed = set_seed(some, 7, 5, baselines=False)
+    changed = series.set_seed(some, 7, 5, baselines=False)
     assert (changed.seed, changed.partition.seed, changed.baselines) == (7, 5, [])
-    assert set_seed(some, 7, 5, baselines=True).baselines == ["centralized"]
-    assert set_seed(config(partition={"seed": 3}), 7, 5, baselines=True).partition.seed == 3
+    assert series.set_seed(some, 7, 5, baselines=True).baselines == ["centralized"]
+    assert series.set_seed(config(partition={"seed": 3}), 7, 5, baselines=True).partition.seed == 3
     assert (some.seed, some.partition.seed) == (1, None)
 
 
 def test_runs_of_other_data_or_another_metric_are_not_comparable() -> None:
     shared, same = config(), config(method={"name": "fedavg"})
-    assert require_comparable(shared, same, "--methods", "fedavg") is same
+    assert series.require_comparable(shared, same, "--methods", "fedavg") is same
     for changes, words in (
         ({"data": {"train": "other.csv"}}, "data"),
         ({"partition": {"clients": 3}}, "partition"),
@@ -90,26 +64,26 @@ def test_runs_of_other_data_or_another_metric_are_not_comparable() -> None:
         ({"evaluation": {"metric": "loss"}}, "evaluation.metric"),
     ):
         with pytest.raises(FedspanError, match=words) as caught:
-            require_comparable(shared, config(**changes), "--set", "a value")
+            series.require_comparable(shared, config(**changes), "--set", "a value")
         assert (caught.value.field, caught.value.value) == ("--set", "a value")
 
 
 def test_statistics_have_no_value_if_any_is_missing() -> None:
     values = [1.0, 2.0, 6.0]
-    assert compute_mean(values) == 3.0
-    assert compute_deviation(values) == pytest.approx(math.sqrt((4 + 1 + 9) / 2))
-    for function in (compute_mean, compute_deviation):
+    assert series.compute_mean(values) == 3.0
+    assert series.compute_deviation(values) == pytest.approx(math.sqrt((4 + 1 + 9) / 2))
+    for function in (series.compute_mean, series.compute_deviation):
         assert function([1.0, None, 6.0]) is None
         assert function([]) is None
-    assert compute_mean([5.0]) == 5.0
-    assert compute_deviation([5.0]) is None
+    assert series.compute_mean([5.0]) == 5.0
+    assert series.compute_deviation([5.0]) is None
 
 
 def test_a_metric_that_is_missing_or_not_finite_has_no_value() -> None:
     scores = {"accuracy": 1, "loss": math.nan, "perplexity": math.inf, "f1": None}
-    assert get_finite(scores, "accuracy") == 1.0
-    assert [get_finite(scores, name) for name in ("loss", "perplexity", "f1", "missing")] == [None] * 4
-    assert get_finite(None, "accuracy") is None
+    assert series.get_finite(scores, "accuracy") == 1.0
+    assert [series.get_finite(scores, name) for name in ("loss", "perplexity", "f1", "missing")] == [None] * 4
+    assert series.get_finite(None, "accuracy") is None
 
 
 def test_labels_beside_images_are_part_of_what_was_read(tmp_path: Path) -> None:
@@ -132,16 +106,16 @@ def test_labels_beside_images_are_part_of_what_was_read(tmp_path: Path) -> None:
         }
     )
     fedspan.run(config, tmp_path / "runs" / "run")
-    known = FinishedRuns([tmp_path / "runs"])
+    known = execution.FinishedRuns([tmp_path / "runs"])
     assert known.copy(config, tmp_path / "copy")
     later = (tmp_path / "runs" / "run" / "config.yaml").stat().st_mtime + 1
     os.utime(tmp_path / "train-labels-idx1-ubyte", (later, later))
     assert not known.copy(config, tmp_path / "other")
 
 
-def step(name: str, **changes: Any) -> Step:
+def step(name: str, **changes: Any) -> series.Step:
     config = parse_config({"data": {"train": "train.csv"}, **changes})
-    return Step(name, name, "fedit", 0, config)
+    return series.Step(name, name, "fedit", 0, config)
 
 
 KINDS: dict[str, Any] = {"config": dict, "seeds": list, "rounds": (int, type(None))}
@@ -150,78 +124,78 @@ KINDS: dict[str, Any] = {"config": dict, "seeds": list, "rounds": (int, type(Non
 def test_the_settings_of_a_series_come_back_or_what_is_wrong_is_named(tmp_path: Path) -> None:
     path = tmp_path / "compare.yaml"
     with pytest.raises(FedspanError, match=r"holds no compare\.yaml\. Give a config to start a new series"):
-        read_settings(tmp_path, "compare.yaml", KINDS)
+        execution.read_settings(tmp_path, "compare.yaml", KINDS)
     settings = {"config": {"seed": 1}, "seeds": [0, 1]}
-    open_series(tmp_path, "compare.yaml", {**settings, "rounds": None}, [])
-    assert read_settings(tmp_path, "compare.yaml", KINDS) == {**settings, "rounds": None}
-    open_series(tmp_path, "compare.yaml", settings, [])  # of an earlier version
-    assert read_settings(tmp_path, "compare.yaml", KINDS, {"rounds": 7}) == {**settings, "rounds": 7}
+    execution.open_series(tmp_path, "compare.yaml", {**settings, "rounds": None}, [])
+    assert execution.read_settings(tmp_path, "compare.yaml", KINDS) == {**settings, "rounds": None}
+    execution.open_series(tmp_path, "compare.yaml", settings, [])  # of an earlier version
+    assert execution.read_settings(tmp_path, "compare.yaml", KINDS, {"rounds": 7}) == {**settings, "rounds": 7}
     for text in ("{config: {}, seeds: 1, rounds: 1}", "{config: {}, seeds: []}", "- 1", ""):
         path.write_text(text)
         with pytest.raises(FedspanError, match="the settings config, seeds, rounds, as they were written"):
-            read_settings(tmp_path, "compare.yaml", KINDS)
+            execution.read_settings(tmp_path, "compare.yaml", KINDS)
     path.write_text("{")
     with pytest.raises(FedspanError, match="the file is not valid YAML"):
-        read_settings(tmp_path, "compare.yaml", KINDS)
+        execution.read_settings(tmp_path, "compare.yaml", KINDS)
 
 
 def test_a_folder_holds_the_runs_of_one_series_and_nothing_else(tmp_path: Path) -> None:
     steps = [step("a"), step("b", seed=1)]
     (tmp_path / "file").touch()
     with pytest.raises(FedspanError, match=r"is a file\. Choose another name"):
-        open_series(tmp_path / "file", "compare.yaml", {}, steps)
+        execution.open_series(tmp_path / "file", "compare.yaml", {}, steps)
     with pytest.raises(FedspanError, match=r"holds other files \(file\)\. Choose another folder"):
-        open_series(tmp_path, "compare.yaml", {}, steps)
+        execution.open_series(tmp_path, "compare.yaml", {}, steps)
     folder = tmp_path / "series"
-    open_series(folder, "compare.yaml", {"seeds": [0]}, steps)
+    execution.open_series(folder, "compare.yaml", {"seeds": [0]}, steps)
     (folder / "compare.yaml.tmp-1").touch()
     (folder / "a").mkdir()
     RunFolder(folder / "a").config.write_text(format_config(steps[0].config))
-    open_series(folder, "compare.yaml", {"seeds": [0, 1]}, steps)
+    execution.open_series(folder, "compare.yaml", {"seeds": [0, 1]}, steps)
     assert yaml.safe_load((folder / "compare.yaml").read_text()) == {"seeds": [0, 1]}
     with pytest.raises(FedspanError, match=r"the run a in .* began with another config"):
-        open_series(folder, "compare.yaml", {}, [step("a", seed=5)])
+        execution.open_series(folder, "compare.yaml", {}, [step("a", seed=5)])
     with pytest.raises(FedspanError, match="holds the run a, which does not belong to this series"):
-        open_series(folder, "compare.yaml", {}, steps[1:])
+        execution.open_series(folder, "compare.yaml", {}, steps[1:])
 
 
 def test_a_command_line_is_shown_as_it_was_typed() -> None:
     for program in ("fedspan", "/usr/bin/fedspan", "/lib/fedspan/__main__.py"):
-        assert format_command_line([program, "compare", "a.yaml"]) == ["fedspan", "compare", "a.yaml"]
-    assert format_command_line(["/home/me/script.py", "x"]) == ["script.py", "x"]
-    assert format_command_line([]) == ["fedspan"]
+        assert execution.format_command_line([program, "compare", "a.yaml"]) == ["fedspan", "compare", "a.yaml"]
+    assert execution.format_command_line(["/home/me/script.py", "x"]) == ["script.py", "x"]
+    assert execution.format_command_line([]) == ["fedspan"]
 
 
 def test_finished_runs_are_reused_within_a_context_alone() -> None:
-    assert get_reusable_runs() is None
-    with reuse_finished_runs([]):
-        assert get_reusable_runs() is not None
-        assert not get_reusable_runs().copy(step("a").config, Path("nowhere"))
-    assert get_reusable_runs() is None
+    assert execution.get_reusable_runs() is None
+    with execution.reuse_finished_runs([]):
+        assert execution.get_reusable_runs() is not None
+        assert not execution.get_reusable_runs().copy(step("a").config, Path("nowhere"))
+    assert execution.get_reusable_runs() is None
 
 
-TABLE = Table(("method", "accuracy"), (("fedit", "95.4"), ("a|b", "")), 1, ("first note", "last note"))
+TABLE = tables.Table(("method", "accuracy"), (("fedit", "95.4"), ("a|b", "")), 1, ("first note", "last note"))
 
 
 def test_metrics_in_percent_have_one_decimal_and_others_four() -> None:
-    assert format_heading("best", "accuracy") == "best accuracy, %"
-    assert "%" not in format_heading("best", "loss")
-    assert format_mean("accuracy", 0.9543, 0.0071) == "95.4 ± 0.7"
-    assert format_mean("accuracy", 0.9543, None, sign=True) == "+95.4"
-    assert format_mean("accuracy", -0.01, None, sign=True) == "-1.0"
-    assert format_mean("loss", 0.5, 0.25) == "0.5000 ± 0.2500"
-    assert format_mean("loss", None, 0.25) == "-"
+    assert tables.format_heading("best", "accuracy") == "best accuracy, %"
+    assert "%" not in tables.format_heading("best", "loss")
+    assert tables.format_mean("accuracy", 0.9543, 0.0071) == "95.4 ± 0.7"
+    assert tables.format_mean("accuracy", 0.9543, None, sign=True) == "+95.4"
+    assert tables.format_mean("accuracy", -0.01, None, sign=True) == "-1.0"
+    assert tables.format_mean("loss", 0.5, 0.25) == "0.5000 ± 0.2500"
+    assert tables.format_mean("loss", None, 0.25) == "-"
 
 
 def test_bytes_and_seconds() -> None:
-    assert [format_megabytes(n) for n in (None, 0, 1_234_567, 12_345_678)] == ["-", "0.000", "1.235", "12.3"]
-    assert [format_seconds(value) for value in (None, 0.0, 61.26)] == ["-", "0.0", "61.3"]
+    assert [tables.format_megabytes(n) for n in (None, 0, 1_234_567, 12_345_678)] == ["-", "0.000", "1.235", "12.3"]
+    assert [tables.format_seconds(value) for value in (None, 0.0, 61.26)] == ["-", "0.0", "61.3"]
     sizes = (0, 999, 1000, 1_250_000, 99_940_000, 999_600_000, 3.2e12)
     assert [format_size(n) for n in sizes] == ["0 B", "999 B", "1.0 kB", "1.2 MB", "99.9 MB", "1.0 GB", "3.2 TB"]
 
 
 def test_markdown_has_the_best_row_in_bold_and_no_cell_that_ends_a_column() -> None:
-    assert format_markdown(TABLE) == [
+    assert tables.format_markdown(TABLE) == [
         "| method | accuracy |",
         "|---|---:|",
         "| fedit | 95.4 |",
@@ -245,7 +219,7 @@ def test_a_table_states_its_command_machine_and_partition(tmp_path: Path) -> Non
     for name in ("a", "b"):
         write_run(tmp_path / name, "f" * 64)
     plain = [{"method": "fedit", "accuracy": 0.954}, {"method": "a,b", "accuracy": None}]
-    write_tables(tmp_path, "Title", TABLE, plain, ["fedspan", "compare", "my config"], ["a", "b"], TABLE)
+    tables.write_tables(tmp_path, "Title", TABLE, plain, ["fedspan", "compare", "my config"], ["a", "b"], TABLE)
     assert (tmp_path / "table.csv").read_text() == 'method,accuracy\nfedit,0.954\n"a,b",\n'
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert lines[:6] == [
@@ -258,7 +232,7 @@ def test_a_table_states_its_command_machine_and_partition(tmp_path: Path) -> Non
     ]
     assert lines.count("| method | accuracy |") == 2
     write_run(tmp_path / "c", "f" * 64, torch="2.9")
-    write_tables(tmp_path, "Title", TABLE, plain, [], ["a", "c"])
+    tables.write_tables(tmp_path, "Title", TABLE, plain, [], ["a", "c"])
     assert "Also on: Linux, threads 2; torch 2.9.  " in (tmp_path / "table.md").read_text().splitlines()
 
 
@@ -432,8 +406,8 @@ def test_scores_of_classes_are_those_of_scikit_learn() -> None:
 
 def test_the_majority_class_is_that_of_the_targets() -> None:
     items = Items(np.array([0, 0, 0, 1]), np.zeros((1, 4), np.int32), ("a", "b"), "one")
-    assert describe_majority("accuracy", items).startswith("Majority class: 75.0 % of the held-out")
-    assert describe_majority("loss", items) == describe_majority("accuracy", None) == ""
+    assert tables.describe_majority("accuracy", items).startswith("Majority class: 75.0 % of the held-out")
+    assert tables.describe_majority("loss", items) == tables.describe_majority("accuracy", None) == ""
 
 
 @pytest.mark.parametrize(

@@ -21,21 +21,9 @@ from fedspan.federation.validation import build_untrained_reply, validate_reply
 from fedspan.methods.fedask import FedASK
 from fedspan.methods.florg import FLoRG
 from fedspan.wrappers.scaffold import Scaffold
+from helpers import method_checks
 from helpers.dense_rounds import PairOracle, Pairs, federation, follow
 from helpers.families import others_slow
-from helpers.method_checks import (
-    POLICIES,
-    require_any_order,
-    require_catching_up,
-    require_declared_bytes,
-    require_exactness,
-    require_extras_policy,
-    require_frozen_tensors,
-    require_new_values,
-    require_no_writes,
-    require_short_moments,
-    sends,
-)
 from helpers.toys.oracle import average
 from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Federation, close, sgd, with_extras
@@ -262,28 +250,28 @@ def gram(run_method: RunMethod) -> RunMethod:
 def test_it_declares_what_it_does(gram: RunMethod) -> None:
     run = gram(KEY)
     assert run.federation.method.declare_claims().reduction == "sum"
-    assert sends(run) == run.federation.method.declare_claims().sends == "other"
+    assert method_checks.sends(run) == run.federation.method.declare_claims().sends == "other"
     for round in run.rounds:
         assert not any(call.result.stack for call in round.of("contribute"))
 
 
 def test_claims(gram: RunMethod) -> None:
-    require_exactness(KEY, gram)
-    require_any_order(KEY, gram)
-    require_new_values(KEY, gram)
-    require_no_writes(KEY, gram)
-    require_short_moments(KEY, gram)
-    require_frozen_tensors(KEY, {}, gram)
+    method_checks.require_exactness(KEY, gram)
+    method_checks.require_any_order(KEY, gram)
+    method_checks.require_new_values(KEY, gram)
+    method_checks.require_no_writes(KEY, gram)
+    method_checks.require_short_moments(KEY, gram)
+    method_checks.require_frozen_tensors(KEY, {}, gram)
 
 
-@pytest.mark.parametrize("policy", others_slow(POLICIES, ["frozen"]))
+@pytest.mark.parametrize("policy", others_slow(method_checks.POLICIES, ["frozen"]))
 def test_messages(policy: str, gram: RunMethod) -> None:
-    require_declared_bytes(KEY, policy, gram)
-    require_extras_policy(KEY, policy, gram)
+    method_checks.require_declared_bytes(KEY, policy, gram)
+    method_checks.require_extras_policy(KEY, policy, gram)
 
 
 def test_a_client_that_was_away(gram: RunMethod) -> None:
-    require_catching_up(KEY, gram)
+    method_checks.require_catching_up(KEY, gram)
 
 
 SHAPES = {"wide": (6, 11), "tall": (13, 5)}

@@ -11,25 +11,9 @@ from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import join_tensor_name, select_slots, split_extras
 from fedspan.errors import FedspanError
 from fedspan.methods.registry import METHODS
-from helpers import tiny
+from helpers import method_checks, tiny
 from helpers.claim_measures import errors, relative, require_declared_traffic
 from helpers.families import FAMILIES, UNLIKE, methods_by_family
-from helpers.method_checks import (
-    POLICIES,
-    equal,
-    extras_of,
-    require_any_order,
-    require_catching_up,
-    require_declared_bytes,
-    require_exactness,
-    require_extras_policy,
-    require_frozen_tensors,
-    require_new_values,
-    require_no_writes,
-    require_short_moments,
-    sends,
-    with_policy,
-)
 from helpers.watched_rounds import MethodRun, RunMethod, differences, method_config
 
 GLOBAL = [key for key, cls in METHODS.items() if not cls.claims.personal]
@@ -43,7 +27,7 @@ SGD = {"optimizer": "sgd", "momentum": 0.9, "lr": 0.1}
 
 @pytest.mark.parametrize("key", methods_by_family(GLOBAL))
 def test_aggregation_is_exact_where_claimed_and_measurably_not_elsewhere(key: str, run_method: RunMethod) -> None:
-    require_exactness(key, run_method)
+    method_checks.require_exactness(key, run_method)
 
 
 @pytest.mark.parametrize("key", methods_by_family(PERSONAL))
@@ -78,12 +62,12 @@ def test_what_a_personal_method_shares_is_the_mean_and_the_rest_stays_on_the_cli
 @pytest.mark.parametrize("key", methods_by_family())
 def test_replies_hold_what_is_claimed_of_them(key: str, run_method: RunMethod) -> None:
     """Wrappers rely on it: new values of tensors that all start from alike, under their names, or something else."""
-    assert sends(run_method(key)) == METHODS[key].claims.sends
+    assert method_checks.sends(run_method(key)) == METHODS[key].claims.sends
 
 
 @pytest.mark.parametrize("key", methods_by_family(SUMS))
 def test_tensors_with_the_names_of_a_job_are_new_values_from_a_common_start(key: str, run_method: RunMethod) -> None:
-    require_new_values(key, run_method)
+    method_checks.require_new_values(key, run_method)
 
 
 @pytest.mark.parametrize("key", methods_by_family())
@@ -110,14 +94,14 @@ def test_messages_change_the_base_where_claimed(key: str, run_method: RunMethod)
     ],
 )
 def test_frozen_tensors_never_move(key: str, training: dict[str, object], run_method: RunMethod) -> None:
-    require_frozen_tensors(key, training, run_method)
+    method_checks.require_frozen_tensors(key, training, run_method)
 
 
 @pytest.mark.parametrize(
     "key", methods_by_family((key for key, cls in METHODS.items() if cls.claims.reinitializes), ["flora", "fr-lora"])
 )
 def test_moments_do_not_outlive_the_factors_that_they_belong_to(key: str, run_method: RunMethod) -> None:
-    require_short_moments(key, run_method)
+    method_checks.require_short_moments(key, run_method)
 
 
 def _count_added_epochs(run: MethodRun) -> int:
@@ -143,12 +127,12 @@ def test_gradients_of_scaffolds_option_1_are_added_epochs(run_method: RunMethod)
 
 @pytest.mark.parametrize("key", methods_by_family())
 def test_the_order_of_replies_does_not_matter(key: str, run_method: RunMethod) -> None:
-    require_any_order(key, run_method)
+    method_checks.require_any_order(key, run_method)
 
 
 @pytest.mark.parametrize("key", methods_by_family())
 def test_nobody_writes_to_what_it_is_given(key: str, run_method: RunMethod) -> None:
-    require_no_writes(key, run_method)
+    method_checks.require_no_writes(key, run_method)
 
 
 @pytest.mark.parametrize("key", methods_by_family((key for key in HETEROGENEOUS if key not in BUDGETS), ["flora"]))
@@ -205,7 +189,7 @@ both = pytest.mark.parametrize(
             else pytest.mark.slow,
         )
         for key in METHODS
-        for policy in POLICIES
+        for policy in method_checks.POLICIES
     ],
 )
 """One method of each family under the policy that it prefers, and FedSA-LoRA under all; the others are slow."""
@@ -213,7 +197,7 @@ both = pytest.mark.parametrize(
 
 @both
 def test_bytes_counted_are_bytes_sent_and_bytes_declared(key: str, policy: str, run_method: RunMethod) -> None:
-    require_declared_bytes(key, policy, run_method)
+    method_checks.require_declared_bytes(key, policy, run_method)
 
 
 @pytest.mark.parametrize(
@@ -229,25 +213,25 @@ def test_declared_for_unequal_ranks_too(key: str, run_method: RunMethod) -> None
 
 @both
 def test_extras_follow_their_policy(key: str, policy: str, run_method: RunMethod) -> None:
-    require_extras_policy(key, policy, run_method)
+    method_checks.require_extras_policy(key, policy, run_method)
 
 
 @pytest.mark.parametrize("key", methods_by_family(quick=UNLIKE))
 def test_a_local_head_makes_every_client_s_model_its_own(key: str, run_method: RunMethod) -> None:
     """There is no one model to evaluate then, whatever the method does with its factors."""
-    run = with_policy(run_method, key, "local")
+    run = method_checks.with_policy(run_method, key, "local")
     progress = run.rounds[-1].after
     models = {ids: job for ids, job in run.prepared.evaluator.iterate_models(progress)}
     assert set(models) == {(id,) for id in run.federation.clients}
-    heads = {id: extras_of(progress.load_memory(id)) for id in progress.last_rounds}
+    heads = {id: method_checks.extras_of(progress.load_memory(id)) for id in progress.last_rounds}
     assert len(heads) > 1
     for id, head in heads.items():
-        assert equal(extras_of(models[id,].tensors), head)
+        assert method_checks.equal(method_checks.extras_of(models[id,].tensors), head)
 
 
 @pytest.mark.parametrize("key", methods_by_family(GLOBAL, UNLIKE))
 def test_a_client_that_was_away_catches_up_exactly(key: str, run_method: RunMethod) -> None:
-    require_catching_up(key, run_method)
+    method_checks.require_catching_up(key, run_method)
 
 
 def test_the_extras_learning_rate_is_a_multiple(tiny_folder: Path, prepared: Prepared) -> None:

@@ -24,13 +24,12 @@ from fedspan.data.partition import ClientPart, Partition
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Failure, Progress
-from fedspan.files import compute_sha256
 from fedspan.logs import read_lines
 from fedspan.methods.registry import METHODS
 from fedspan.models.export import compute_layer_updates
 from fedspan.progress.listener import Listener
 from fedspan.reports.curves import read_curve
-from fedspan.run_folder import RunFolder, compute_result_digests, read_records, require_intact_model
+from fedspan.run_folder import RunFolder, compute_result_digests, read_records
 from fedspan.runs import start
 from fedspan.runs.baselines import build_local_only, build_pooled, train_baseline
 from fedspan.runs.environment import record_environment
@@ -106,24 +105,11 @@ def write_report(recorded: RunFolder, **changes: Any) -> None:
     recorded.write_sealed(recorded.report, {"config": "digest", "files": files, "logs": logs, **changes})
 
 
-def test_exported_files_have_digests_except_for_cards(recorded: RunFolder) -> None:
-    assert compute_result_digests(recorded) == {
-        name: compute_sha256(recorded.path / name)
-        for name in ("environment.json", "adapter/east/weights", "adapter/weights")
-    }
-
-
 @pytest.mark.parametrize("changes", [{"files": None}, {"logs": {"metrics.jsonl": [12]}}, {"logs": [1]}])
 def test_a_report_without_them_is_refused(recorded: RunFolder, changes: dict[str, Any]) -> None:
     write_report(recorded, **changes)
     with pytest.raises(FedspanError, match="a report with config, files, logs"):
         read_records(recorded)
-
-
-def test_a_model_outside_of_a_run_has_nothing_to_compare_with(tmp_path: Path) -> None:
-    (tmp_path / "adapter").mkdir()
-    require_intact_model(tmp_path / "adapter")
-    require_intact_model(tmp_path / "missing")
 
 
 REPORT = RunReport(
@@ -156,14 +142,9 @@ def write_run(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_a_report_with_other_fields_or_of_other_content_is_refused(tmp_path: Path) -> None:
+def test_a_report_with_other_fields_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FedspanError, match=r"a report with .*best_round"):
         read_report(write_run(tmp_path / "more", accuracy=1.0))
-    folder = write_run(tmp_path / "changed")
-    path = RunFolder(folder).report
-    path.write_text(path.read_text().replace('"rounds": 3', '"rounds": 4'))
-    with pytest.raises(FedspanError, match="the file was changed after the run wrote it"):
-        read_report(folder)
 
 
 def test_the_partition_has_the_examples_of_each_client(tmp_path: Path) -> None:

@@ -29,13 +29,6 @@ from fedspan.federation.validation import build_untrained_jobs
 from fedspan.training import dp_sgd
 from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, calibrate_noise, compute_epsilon
 from fedspan.training.batching import draw_job_batches
-from fedspan.training.dp_sgd import (
-    PrivateTraining,
-    compute_noise,
-    compute_private_steps,
-    draw_poisson_batches,
-    release_of,
-)
 from fedspan.training.jobs import Assignment, Privacy, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.noisy_sum import NoisySum
@@ -81,7 +74,7 @@ def by_hand(run: Prepared, work: Assignment, privacy: Privacy) -> dict[str, Tens
     settings, job = run.engine.settings, work.job
     tensors = dict(job.tensors)
     expected = settings.batch_size * settings.accumulate
-    for sample in draw_poisson_batches(privacy, settings, work):
+    for sample in dp_sgd.draw_poisson_batches(privacy, settings, work):
         total = {name: torch.zeros_like(tensors[name]) for name in job.trainable_names}
         for index in sample.tolist():
             gradient = alone(run, job, tensors, index)
@@ -118,7 +111,7 @@ def test_it_is_the_paper_s_algorithm(key: str, accumulate: int, prepared: Prepar
     engine, work, privacy = run.engine, work_of(run), run.engine.settings.privacy
     found = engine.train(work, run.train)
     assert engine.private.refusal is None
-    assert found.steps == compute_private_steps(engine.settings, work.job, len(work.indices)) > 2
+    assert found.steps == dp_sgd.compute_private_steps(engine.settings, work.job, len(work.indices)) > 2
     assert relative(found, by_hand(run, work, privacy), work.job.tensors) < 1e-4
     engine.private.refusal = "a test"
     singles = engine.train(work, run.train)
@@ -139,7 +132,7 @@ def test_dropout_of_an_example_is_the_same_in_every_pass(
         run = run_of(prepared, tiny_folder, training=training)
         work, settings = work_of(run), run.engine.settings
         engine = LoopEngine(run.engine.adapted, run.task, settings, 0, padding_free=padding_free)
-        sizes = {len(sample) for sample in draw_poisson_batches(settings.privacy, settings, work)}
+        sizes = {len(sample) for sample in dp_sgd.draw_poisson_batches(settings.privacy, settings, work)}
         assert max(sizes) > 2, "one pass takes all examples, the other does not"
         found.append(engine.train(work, run.train))
         assert engine.private.refusal is None
@@ -168,13 +161,13 @@ def test_an_example_that_is_alone_in_the_first_pass_verifies_nothing(
     run = run_of(prepared, tiny_folder)
     work, engine = work_of(run), run.engine
     verified: list[int] = []
-    verify = PrivateTraining._verify
+    verify = dp_sgd.PrivateTraining._verify
 
-    def count(self: PrivateTraining, *args: Any) -> None:
+    def count(self: dp_sgd.PrivateTraining, *args: Any) -> None:
         verified.append(len(args[1]))
         verify(self, *args)
 
-    monkeypatch.setattr(PrivateTraining, "_verify", count)
+    monkeypatch.setattr(dp_sgd.PrivateTraining, "_verify", count)
     samples = [work.indices[:1], work.indices[:0], work.indices[1:5], work.indices[5:6]]
     for sample in samples[:2]:
         monkeypatch.setattr(dp_sgd, "draw_poisson_batches", lambda *_, sample=sample: iter([sample]))
@@ -253,11 +246,11 @@ def test_there_are_as_many_steps_as_without_privacy(
             return count
 
     batches = sum(1 for _ in draw_job_batches(plain, 0, work, Lengths()))
-    assert compute_private_steps(plain, job, count) == math.ceil(batches / accumulate)
+    assert dp_sgd.compute_private_steps(plain, job, count) == math.ceil(batches / accumulate)
     privacy = Privacy("dp-sgd", 1.0, 1.0)
-    samples = list(draw_poisson_batches(privacy, plain, work))
-    assert len(samples) == compute_private_steps(plain, job, count)
-    assert release_of(privacy, plain, [job, job], count)[1] == 2 * len(samples)
+    samples = list(dp_sgd.draw_poisson_batches(privacy, plain, work))
+    assert len(samples) == dp_sgd.compute_private_steps(plain, job, count)
+    assert dp_sgd.release_of(privacy, plain, [job, job], count)[1] == 2 * len(samples)
     for sample in samples:
         assert len(set(sample.tolist())) == len(sample)
 
@@ -265,7 +258,7 @@ def test_there_are_as_many_steps_as_without_privacy(
 def test_samples_are_poisson() -> None:
     plain = TrainingSettings(OptimizerSpec(), batch_size=5, steps=4000)
     work = Assignment("a", 0, Job({}, {}, ()), np.arange(100, 125), 0.1)
-    samples = list(draw_poisson_batches(Privacy("dp-sgd", 1.0, 1.0), plain, work))
+    samples = list(dp_sgd.draw_poisson_batches(Privacy("dp-sgd", 1.0, 1.0), plain, work))
     sizes = np.array([len(sample) for sample in samples])
     assert sizes.mean() == pytest.approx(5, rel=0.02)
     assert sizes.var() == pytest.approx(25 * 0.2 * 0.8, rel=0.08)
@@ -281,7 +274,7 @@ def test_samples_come_from_the_whole_key(monkeypatch: pytest.MonkeyPatch) -> Non
     work = Assignment("a", 0, Job({}, {}, ()), np.arange(25), 0.1)
     keys = (bytes(32), bytes(31) + b"\1", b"\1" + bytes(31))
     samples = [
-        [sample.tolist() for sample in draw_poisson_batches(Privacy("dp-sgd", 1.0, 1.0, key=key), plain, work)]
+        [sample.tolist() for sample in dp_sgd.draw_poisson_batches(Privacy("dp-sgd", 1.0, 1.0, key=key), plain, work)]
         for key in keys
     ]
     assert all(one != other for one, other in itertools.combinations(samples, 2))
@@ -296,7 +289,8 @@ def test_a_secret_sample_serves_one_model() -> None:
     for secret in (True, False):
         privacy = Privacy("dp-sgd", 1.0, 1.0, secret=secret)
         first, again, other = (
-            [sample.tolist() for sample in draw_poisson_batches(privacy, plain, work)] for work in (*works[:1], *works)
+            [sample.tolist() for sample in dp_sgd.draw_poisson_batches(privacy, plain, work)]
+            for work in (*works[:1], *works)
         )
         assert first == again
         assert (first != other) == secret
@@ -305,7 +299,7 @@ def test_a_secret_sample_serves_one_model() -> None:
 def test_a_client_trains_on_though_a_sample_is_empty(prepared: Prepared, tiny_folder: Path) -> None:
     run = run_of(prepared, tiny_folder, {**PRIVACY, "noise": 1.0}, training={"batch_size": 1, "local_steps": 12})
     work, settings = work_of(run, 1.0), run.engine.settings
-    sizes = [len(sample) for sample in draw_poisson_batches(settings.privacy, settings, work)]
+    sizes = [len(sample) for sample in dp_sgd.draw_poisson_batches(settings.privacy, settings, work)]
     assert 0 in sizes
     found = run.engine.train(work, run.train)
     assert found.steps == 12
@@ -317,8 +311,8 @@ def test_noise_for_a_budget_depends_on_the_client_s_own_examples(prepared: Prepa
     run = run_of(prepared, tiny_folder, {"mechanism": "dp-sgd", "epsilon": 4.0})
     settings, privacy = run.engine.settings, run.engine.settings.privacy
     jobs = [work_of(run).job]
-    assert compute_noise(privacy, settings, jobs, 10) > compute_noise(privacy, settings, jobs, 200)
-    assert compute_noise(privacy, settings, jobs, 0) == 0
+    assert dp_sgd.compute_noise(privacy, settings, jobs, 10) > dp_sgd.compute_noise(privacy, settings, jobs, 200)
+    assert dp_sgd.compute_noise(privacy, settings, jobs, 0) == 0
     state, client_data = run.federation.begin().state, run.federation.clients["west"]
     phases, _ = build_untrained_jobs(
         run.federation.method, run.federation.method.sync(state, client_data.client), client_data.client, state.round
@@ -339,7 +333,7 @@ def test_what_would_release_more_is_refused(
 ) -> None:
     run = run_of(prepared, tiny_folder)
     work = work_of(run)
-    assert isinstance(run.engine.private, PrivateTraining)
+    assert isinstance(run.engine.private, dp_sgd.PrivateTraining)
     with pytest.raises(FedspanError, match=why):
         run.engine.train(replace(work, job=replace(work.job, **change)), run.train)
 

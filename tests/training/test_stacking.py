@@ -22,38 +22,20 @@ from fedspan.models.stacked import Unstackable
 from fedspan.run_folder import RunFolder
 from fedspan.runs.baselines import BASELINES
 from fedspan.tasks.task import Examples
-from fedspan.training import stacking, worker
+from fedspan.training import batching, stacking, worker
 from fedspan.training.batched import BatchedEngine
-from fedspan.training.batching import (
-    ModelInputs,
-    build_prediction_key,
-    split_into_passes,
-    split_job_windows,
-    split_windows,
-    stack_models,
-    stack_on_shared_examples,
-)
-from fedspan.training.stacking import (
-    DEFAULT,
-    MeasurementBudget,
-    StackingPlan,
-    StackingRequest,
-    get_cache_file,
-    read_plans,
-    search,
-)
 from fedspan.training.worker import Worker
 from helpers import tiny, tiny_decoders, tiny_images
 from helpers.families import others_slow
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[StackingPlan, float]:
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[stacking.StackingPlan, float]:
     """Nanoseconds a token, by what is tried; whatever is missing takes 9. The cache is an empty folder."""
-    seconds: dict[StackingPlan, float] = {}
+    seconds: dict[stacking.StackingPlan, float] = {}
 
     def taken(team: Sequence[Worker], together: Any, works: Any, clients_per_pass: int, *others: Any) -> float:
-        return 1e-9 * seconds.get(StackingPlan(clients_per_pass, len(team)), 9.0)
+        return 1e-9 * seconds.get(stacking.StackingPlan(clients_per_pass, len(team)), 9.0)
 
     monkeypatch.setattr(stacking, "_measure_token_seconds", taken)
     monkeypatch.setattr(stacking, "_SHARE", 1e9)
@@ -80,16 +62,16 @@ def prepare_batched(folder: Path) -> tuple[Prepared, BatchedEngine]:
 def test_as_many_at_once_as_is_fastest(
     seconds: dict[tuple[int, int], float],
     expected: tuple[int, int],
-    measured: dict[StackingPlan, float],
+    measured: dict[stacking.StackingPlan, float],
     tiny_folder: Path,
 ) -> None:
-    measured.update({StackingPlan(*key): value for key, value in seconds.items()})
+    measured.update({stacking.StackingPlan(*key): value for key, value in seconds.items()})
     prepared, engine = prepare_batched(tiny_folder)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         prepared.federation.run_round(prepared.federation.begin())
-        assert engine.stacking == StackingPlan(*expected)
+        assert engine.stacking == stacking.StackingPlan(*expected)
         measured.clear()  # remembered: nothing is measured again
         again = BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed)
         tiny.use_engine(prepared.federation, again)
@@ -97,16 +79,16 @@ def test_as_many_at_once_as_is_fastest(
         assert again.stacking == engine.stacking
     finally:
         torch.set_num_threads(threads)
-    kept = get_cache_file()
+    kept = stacking.get_cache_file()
     assert kept.parent == Path(os.environ["FEDSPAN_CACHE"])
     written = list(json.loads(kept.read_text()).values())
     assert written == [{"clients_per_pass": expected[0], "workers": expected[1]}]
 
 
-def test_a_damaged_cache_is_no_cache(measured: dict[StackingPlan, float]) -> None:
+def test_a_damaged_cache_is_no_cache(measured: dict[stacking.StackingPlan, float]) -> None:
     for text in ("", "[]", '{"a": 1}', '{"a": {"clients_per_pass": "x"}}'):
-        get_cache_file().write_text(text)
-        assert read_plans() == {}
+        stacking.get_cache_file().write_text(text)
+        assert stacking.read_plans() == {}
 
 
 def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -118,7 +100,7 @@ def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pyte
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation=federation))
     found = tiny.final_tensors(prepared)
     engine = prepared.engine
-    stacking_request = StackingRequest(engine.stacking.clients_per_pass, engine.stacking.workers)
+    stacking_request = stacking.StackingRequest(engine.stacking.clients_per_pass, engine.stacking.workers)
     tiny.use_engine(
         prepared.federation, BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed, stacking_request)
     )
@@ -130,38 +112,38 @@ def test_short_runs_are_not_worth_measuring(tiny_folder: Path, monkeypatch: pyte
     monkeypatch.setattr(stacking, "_measure_token_seconds", None)
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}))
     prepared.federation.run_round(prepared.federation.begin())
-    workers = min(DEFAULT.workers, torch.get_num_threads())
-    assert prepared.engine.stacking == StackingPlan(DEFAULT.clients_per_pass, workers)
+    workers = min(stacking.DEFAULT.workers, torch.get_num_threads())
+    assert prepared.engine.stacking == stacking.StackingPlan(stacking.DEFAULT.clients_per_pass, workers)
 
 
 @pytest.mark.parametrize("tokens", [3600, 1e4, 1e5, 1e6])
 def test_measuring_stays_within_its_tokens(tokens: float) -> None:
-    budget, taken = MeasurementBudget(tokens, pass_tokens=100), 0.0
+    budget, taken = stacking.MeasurementBudget(tokens, pass_tokens=100), 0.0
 
-    def measure(plan: StackingPlan, passes: int) -> float:
+    def measure(plan: stacking.StackingPlan, passes: int) -> float:
         nonlocal taken
         assert 1 <= passes <= 4
         taken += 3 * passes * plan.clients_per_pass * plan.workers * 100
         return 1e-3 / plan.clients_per_pass
 
-    found = search(StackingRequest(), 200, 2, measure, budget)
+    found = stacking.search(stacking.StackingRequest(), 200, 2, measure, budget)
     assert taken <= tokens
     if tokens == 1e6:
-        assert found == StackingPlan(64, 1)
+        assert found == stacking.StackingPlan(64, 1)
 
 
 @pytest.mark.parametrize("seconds", [0.005, 0.02])
 def test_measuring_stops_after_ten_seconds(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(stacking.time, "perf_counter", lambda: now[0])
-    budget = MeasurementBudget(float("inf"), pass_tokens=100)
+    budget = stacking.MeasurementBudget(float("inf"), pass_tokens=100)
 
-    def measure(plan: StackingPlan, passes: int) -> float:
+    def measure(plan: stacking.StackingPlan, passes: int) -> float:
         pace = seconds / plan.clients_per_pass
         now[0] += pace * 3 * plan.clients_per_pass * plan.workers * 100
         return pace
 
-    found = search(StackingRequest(), 200, 2, measure, budget)
+    found = stacking.search(stacking.StackingRequest(), 200, 2, measure, budget)
     assert now[0] <= 10
     assert budget.exhausted
     assert (found is None) == (seconds == 0.02)  # one plan takes 6 s, and its neighbor twice as long
@@ -208,17 +190,19 @@ def test_passes_that_do_not_fit_into_memory_are_not_chosen(
     fitting: int, threads: int, expected: tuple[int, int] | None
 ) -> None:
     """``fitting`` clients fit, over all workers; without any, nothing is chosen and few plans are tried."""
-    tried = list[StackingPlan]()
+    tried = list[stacking.StackingPlan]()
 
-    def measure(plan: StackingPlan, passes: int) -> float:
+    def measure(plan: stacking.StackingPlan, passes: int) -> float:
         assert passes
         tried.append(plan)
         clients = plan.clients_per_pass * plan.workers
         return 1e-6 / plan.clients_per_pass if clients <= fitting else math.inf
 
-    found = search(StackingRequest(), 50, threads, measure, MeasurementBudget(math.inf, pass_tokens=10))
+    found = stacking.search(
+        stacking.StackingRequest(), 50, threads, measure, stacking.MeasurementBudget(math.inf, pass_tokens=10)
+    )
     if expected is not None:
-        assert found == StackingPlan(*expected)
+        assert found == stacking.StackingPlan(*expected)
     assert max(plan.clients_per_pass for plan in tried) <= max(4, 4 * fitting)
     assert len(tried) <= 7
 
@@ -250,8 +234,8 @@ def test_clients_that_do_not_fit_into_memory_beside_each_other_are_no_plan(
     [
         pytest.param(dict.fromkeys((1, 2, 4, 8), math.inf), None, 1, id="memory forbids every plan"),
         pytest.param({4: 9e6, 2: 1e7, 1: 1e7}, 1.0, 4, id="cut short after the first plans"),
-        pytest.param({}, 0.0, DEFAULT.clients_per_pass, id="without time"),
-        pytest.param(None, None, DEFAULT.clients_per_pass, id="a model that cannot be stacked"),
+        pytest.param({}, 0.0, stacking.DEFAULT.clients_per_pass, id="without time"),
+        pytest.param(None, None, stacking.DEFAULT.clients_per_pass, id="a model that cannot be stacked"),
     ],
 )
 def test_a_plan_that_was_not_measured_to_the_end_is_not_remembered(
@@ -259,7 +243,7 @@ def test_a_plan_that_was_not_measured_to_the_end_is_not_remembered(
     left: float | None,
     expected: int,
     tiny_folder: Path,
-    measured: dict[StackingPlan, float],
+    measured: dict[stacking.StackingPlan, float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object) -> float:
@@ -268,16 +252,18 @@ def test_a_plan_that_was_not_measured_to_the_end_is_not_remembered(
     monkeypatch.setattr(stacking.torch, "get_num_threads", lambda: 1)
     if paces is None:
         monkeypatch.setattr(stacking, "_measure_token_seconds", refuse)
-    measured.update({StackingPlan(size, 1): pace for size, pace in (paces or {}).items()})
+    measured.update({stacking.StackingPlan(size, 1): pace for size, pace in (paces or {}).items()})
     prepared, engine = prepare_batched(tiny_folder)
     if left is not None:
         engine.measuring.left = left
     prepared.federation.run_round(prepared.federation.begin())
-    assert engine.stacking == StackingPlan(expected, 1)
-    assert not get_cache_file().exists()
+    assert engine.stacking == stacking.StackingPlan(expected, 1)
+    assert not stacking.get_cache_file().exists()
 
 
-def test_engines_of_a_run_share_the_time_for_measuring(tiny_folder: Path, measured: dict[StackingPlan, float]) -> None:
+def test_engines_of_a_run_share_the_time_for_measuring(
+    tiny_folder: Path, measured: dict[stacking.StackingPlan, float]
+) -> None:
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"rounds": 1000}))
     main, settings = prepared.engine, prepared.federation.training
     other = make_engine(prepared.config, main.adapted, prepared.task, settings, shared_with=main)
@@ -312,19 +298,19 @@ def test_a_range_test_and_baselines_store_their_plans_before_they_use_them(
     prepared = prepare(parse_config(values))
     variant = BASELINES["local-only"](prepared)
     keep_stacking_plan(RunFolder(plans[1].parent), variant.engine)
-    assert variant.engine.stacking == StackingPlan(3, 1)
+    assert variant.engine.stacking == stacking.StackingPlan(3, 1)
 
 
 def test_a_run_takes_the_plan_of_its_own_size(
-    tiny_folder: Path, measured: dict[StackingPlan, float], monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, measured: dict[stacking.StackingPlan, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A short run has the same plan before and after a longer one has measured, and so the same bits."""
     prepared, engine = prepare_batched(tiny_folder)
     federation = prepared.federation
-    measured.update({StackingPlan(4, 1): 5, StackingPlan(2, 1): 3, StackingPlan(1, 1): 2})
+    measured.update({stacking.StackingPlan(4, 1): 5, stacking.StackingPlan(2, 1): 3, stacking.StackingPlan(1, 1): 2})
     monkeypatch.setattr(stacking.torch, "get_num_threads", lambda: 1)
 
-    def chosen(share: float) -> StackingPlan | None:
+    def chosen(share: float) -> stacking.StackingPlan | None:
         monkeypatch.setattr(stacking, "_SHARE", share)
         again = BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed, rounds=1)
         tiny.use_engine(federation, again)
@@ -333,8 +319,8 @@ def test_a_run_takes_the_plan_of_its_own_size(
 
     shares = [2.0**power for power in range(-8, 17, 8)]
     plans = [chosen(share) for share in shares]
-    assert plans[0] == StackingPlan(4, 1)  # nothing can be measured
-    assert plans[-1] == StackingPlan(1, 1)
+    assert plans[0] == stacking.StackingPlan(4, 1)  # nothing can be measured
+    assert plans[-1] == stacking.StackingPlan(1, 1)
     assert plans == [chosen(share) for share in shares]
 
 
@@ -344,7 +330,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     predict = worker.Worker.predict
 
-    def counted(self: worker.Worker, models: Sequence[ModelInputs], examples: Examples) -> list[Tensor]:
+    def counted(self: worker.Worker, models: Sequence[batching.ModelInputs], examples: Examples) -> list[Tensor]:
         predictions = predict(self, models, examples)
         found.append(len(models))
         return predictions
@@ -372,7 +358,7 @@ def prepared_run(kind: str, tiny_folder: Path, decoders: Path, images: Path, **c
     return prepare(parse_config(made))
 
 
-def personal_models(prepared: Prepared, sizes: Sequence[int]) -> list[ModelInputs]:
+def personal_models(prepared: Prepared, sizes: Sequence[int]) -> list[batching.ModelInputs]:
     """The clients' models after a round, each with some of all examples, in turns."""
     federation, evaluator = prepared.federation, prepared.evaluator
     progress = federation.run_round(federation.begin()).progress
@@ -383,7 +369,7 @@ def personal_models(prepared: Prepared, sizes: Sequence[int]) -> list[ModelInput
     ]
 
 
-def largest_gap(prepared: Prepared, models: Sequence[ModelInputs], batch_size: int) -> float:
+def largest_gap(prepared: Prepared, models: Sequence[batching.ModelInputs], batch_size: int) -> float:
     """The largest relative distance of predictions of stacked models from those of each alone."""
     engine = prepared.engine
     stacked = list(engine.predict_each(iter(models), prepared.train, batch_size))
@@ -493,7 +479,7 @@ def test_models_that_cannot_share_passes_over_the_same_examples_predict_alone(
     jobs, engine = [job for job, _ in personal_models(prepared, [1, 1, 1])], prepared.engine
     calls: list[int] = []
 
-    def refuse(self: worker.Worker, models: Sequence[ModelInputs], examples: Examples) -> list[Tensor]:
+    def refuse(self: worker.Worker, models: Sequence[batching.ModelInputs], examples: Examples) -> list[Tensor]:
         calls.append(len(models))
         raise Unstackable("it mixes its examples")
 
@@ -512,7 +498,7 @@ def test_models_that_cannot_share_a_pass_predict_alone(
     models = personal_models(prepared, [4, 2, 3])
     calls: list[int] = []
 
-    def refuse(self: worker.Worker, models: Sequence[ModelInputs], examples: Examples) -> list[Tensor]:
+    def refuse(self: worker.Worker, models: Sequence[batching.ModelInputs], examples: Examples) -> list[Tensor]:
         calls.append(len(models))
         raise Unstackable("it mixes its examples")
 
@@ -543,7 +529,7 @@ def test_only_the_models_of_a_window_are_in_memory() -> None:
             requested.append(size)
             yield Job({}, {}, ()), np.arange(size)
 
-    made = split_windows(models(), 8)
+    made = batching.split_windows(models(), 8)
     assert [len(indices) for _, indices in next(made)] == [3, 3, 2]
     assert requested == [3, 3, 2, 9], "one more shows that the window is full"
     assert [[len(indices) for _, indices in window] for window in made] == [[9], [1]]
@@ -554,20 +540,22 @@ def test_stacks_keep_the_batch_size_and_the_kinds_apart() -> None:
         return Job({}, {"layer/A": torch.zeros(rank, 5)}, ())
 
     models = [(job(2), np.arange(3)), (job(4), np.arange(2)), (job(2), np.arange(6)), (job(2), np.arange(2))]
-    assert build_prediction_key(models[0][0]) != build_prediction_key(models[1][0])
-    assert stack_models(models, 8, 12) == [[2, 0], [3], [1]]
-    assert stack_models(models, 1, 100) == [[2], [0], [3], [1]]
-    assert stack_models([(replace(one), rows[:0]) for one, rows in models[:1]], 4, 4) == [[0]]
+    assert batching.build_prediction_key(models[0][0]) != batching.build_prediction_key(models[1][0])
+    assert batching.stack_models(models, 8, 12) == [[2, 0], [3], [1]]
+    assert batching.stack_models(models, 1, 100) == [[2], [0], [3], [1]]
+    assert batching.stack_models([(replace(one), rows[:0]) for one, rows in models[:1]], 4, 4) == [[0]]
 
 
 def test_stacks_on_the_same_examples_are_of_one_kind_and_their_passes_have_the_batch_size() -> None:
     jobs = [Job({}, {"layer/A": torch.zeros(rank, 5)}, ()) for rank in (2, 4, 2, 2, 4)]
-    assert [len(window) for window in split_job_windows(iter(jobs), 2)] == [2, 2, 1]
-    assert stack_on_shared_examples(jobs, 2, 64) == [[0, 2], [3], [1, 4]]
-    assert stack_on_shared_examples(jobs, 8, 2) == [[0, 2], [3], [1, 4]], "a model has at least one row of a batch"
+    assert [len(window) for window in batching.split_job_windows(iter(jobs), 2)] == [2, 2, 1]
+    assert batching.stack_on_shared_examples(jobs, 2, 64) == [[0, 2], [3], [1, 4]]
+    assert batching.stack_on_shared_examples(jobs, 8, 2) == [[0, 2], [3], [1, 4]], (
+        "a model has at least one row of a batch"
+    )
     batches = [np.arange(8), np.arange(8, 11)]
-    parts = split_into_passes(batches, 3, 8)
+    parts = batching.split_into_passes(batches, 3, 8)
     assert np.concatenate(parts).tolist() == list(range(11))
     assert [len(part) for part in parts] == [2, 2, 2, 2, 2, 1]
-    alone = [part.tolist() for batch in batches for part in split_into_passes([batch], 3, 8)]
+    alone = [part.tolist() for batch in batches for part in batching.split_into_passes([batch], 3, 8)]
     assert alone == [part.tolist() for part in parts]

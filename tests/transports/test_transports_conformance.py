@@ -20,15 +20,6 @@ from fedspan.methods.registry import METHODS
 from fedspan.transports.http.server import read_link
 from fedspan.wrappers import registry as wrappers
 from helpers import conformance
-from helpers.conformance import (
-    UNLIKE_CASES,
-    describe_case,
-    get_method,
-    list_cases,
-    require_same_model,
-    require_same_state,
-    require_same_tensors,
-)
 from helpers.families import others_slow
 from helpers.sites import local_values, run_values, site_files
 from helpers.stage import Deployment
@@ -114,19 +105,19 @@ def federation(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             yield made, files["all"]
 
 
-@pytest.mark.parametrize("case", others_slow(list_cases(), UNLIKE_CASES))
+@pytest.mark.parametrize("case", others_slow(conformance.list_cases(), conformance.UNLIKE_CASES))
 def test_every_method_and_wrapper_has_the_bits_of_the_loop_engine(
     case: str, federation: tuple[Deployment, Path], tiny_folder: Path, tmp_path: Path
 ) -> None:
     made, data = federation
-    values = {**run_values(tiny_folder, **describe_case(case), sites=SITES), "engine": {"name": "loop"}}
+    values = {**run_values(tiny_folder, **conformance.describe_case(case), sites=SITES), "engine": {"name": "loop"}}
     here, there = tmp_path / "here", tmp_path / "there"
     fedspan.run(local_values(values, data, values["engine"]), here, progress=False)
     submit(values, there, read_link(made.server), wait=120.0)
-    if not METHODS[get_method(case)].claims.personal:
-        require_same_model(here, there)
+    if not METHODS[conformance.get_method(case)].claims.personal:
+        conformance.require_same_model(here, there)
         return
-    require_same_state(here, there)
+    conformance.require_same_state(here, there)
     for site in SITES:  # every client's own adapter, which stays on its node
         own = (made.folder / f"{site}-state").glob("*/adapter")
-        require_same_tensors(here / "adapter" / site, max(own, key=lambda path: path.stat().st_mtime_ns))
+        conformance.require_same_tensors(here / "adapter" / site, max(own, key=lambda path: path.stat().st_mtime_ns))

@@ -9,10 +9,9 @@ from unittest import mock
 import fedspan
 from fedspan.run_folder import RunFolder
 
-from ..mistakes.world import LONG_NAME, Mistake, World, cut, edit_json, flip
+from ..mistakes.world import LONG_NAME, Mistake, World, cut
 
 CONFIG = "FOLDER/stopped/config.yaml"
-CHECKPOINT = Path("checkpoints") / "round-00001"
 
 
 def _resume(change: Callable[[RunFolder], object]) -> Callable[[World], object]:
@@ -127,28 +126,6 @@ FOLDERS = [
     ),
     Mistake(
         "The learning rate in config.yaml was changed.", f"{CONFIG}, training.lr", _config("\n  lr: ", "\n  lr: 1")
-    ),
-    Mistake(
-        "A bit of a checkpoint is flipped.",
-        "FOLDER/stopped/checkpoints/round-00001/state.safetensors",
-        _resume(lambda run: flip(run.path / CHECKPOINT / "state.safetensors")),
-    ),
-    Mistake(
-        "checkpoint.json is truncated.",
-        "FOLDER/stopped/checkpoints/round-00001/checkpoint.json",
-        _resume(lambda run: cut(run.path / CHECKPOINT / "checkpoint.json")),
-        "is damaged (",
-    ),
-    Mistake(
-        "checkpoint.json was edited.",
-        "FOLDER/stopped/checkpoints/round-00001/checkpoint.json",
-        _resume(lambda run: edit_json(run.path / CHECKPOINT / "checkpoint.json", round=7)),
-    ),
-    Mistake(
-        "metrics.jsonl is truncated.",
-        "FOLDER/stopped/metrics.jsonl",
-        _resume(lambda run: run.metrics.write_bytes(b"")),
-        "ended at byte ",
     ),
     Mistake(
         "partition.json is truncated.",

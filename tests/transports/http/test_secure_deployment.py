@@ -35,7 +35,6 @@ from helpers.submitted_runs import finish, rounds, submitted, wait_for_round, wa
 
 pytestmark = pytest.mark.slow
 SECURE = {"secure": {"bits": 64, "clip": 10.0}}
-UNCLIPPED = {"clip_ratio": None}
 """Norms of replies are not compared in a secure sum, so the plain run must not clip them either."""
 
 
