@@ -25,7 +25,7 @@ from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from fedspan.transports.in_process import simulate
 from helpers import tiny
-from helpers.dense_rounds import COHORTS, LA_LORA_LR, get_pairs
+from helpers.dense_rounds import COHORTS, LR, STEPS, get_pairs
 from helpers.toys.oracle import average, copied, descend, pair_gradients
 from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Federation, close, sgd, to_double, with_extras
@@ -217,9 +217,6 @@ def test_flora_starts_every_round_with_fresh_factors_of_the_client_s_own(run_met
     assert len(seen) == sum(len(round.trained) for round in run.rounds)
 
 
-LR, STEPS = 0.3, 2
-
-
 def federation(problem: Problem, clients: int) -> Federation:
     method = LocalOnly(spec=problem.adapted().spec, seed=4, r=2)
     return Federation(with_extras(method, "local"), problem, sgd(LR, steps=STEPS), ranks={"client-1": clients})
@@ -272,7 +269,7 @@ def _smoothed(gradient: Tensor, slot: str) -> Tensor:
 
 def _federation(steps: int, **options: Any) -> Federation:
     method = LALoRA(spec=Problem().adapted().spec, r=2, lora_alpha=4, **options)
-    made = Federation(with_extras(method), Problem(), sgd(LA_LORA_LR, steps=steps), lora_alpha=4.0)
+    made = Federation(with_extras(method), Problem(), sgd(LR, steps=steps), lora_alpha=4.0)
     made.state = made.state.__class__(tensors=to_double(made.state.tensors))
     return made
 
@@ -295,9 +292,9 @@ def test_rounds_match_alternating_steps_by_hand(steps: int, smoothing: bool) -> 
                 for one in LAYERS:
                     gradient = by_pair[one][slot]
                     gradient = _smoothed(gradient, slot) if smoothing else gradient
-                    own[id][one][slot] = own[id][one][slot] - LA_LORA_LR * (scale if slot == "B" else 1.0) * gradient
+                    own[id][one][slot] = own[id][one][slot] - LR * (scale if slot == "B" else 1.0) * gradient
                 for name in HEAD:
-                    heads[id][name] = heads[id][name] - LA_LORA_LR * by_head[name]
+                    heads[id][name] = heads[id][name] - LR * by_head[name]
         pairs = {one: average((shares[id], own[id][one]) for id in ids) for one in LAYERS}
         head = average((shares[id], heads[id]) for id in ids)
         for one in LAYERS:

@@ -10,7 +10,7 @@ from fedspan.core.tensors import join_tensor_name, select_slots
 from fedspan.core.values import Reduced
 from fedspan.methods.fed_sb import FedSB
 from fedspan.methods.ravan import RAVAN
-from helpers.dense_rounds import COHORTS, RAVAN_LR
+from helpers.dense_rounds import COHORTS
 from helpers.toys.oracle import average
 from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Federation, close, sgd, to_double, with_extras
@@ -96,7 +96,7 @@ Slots = dict[str, dict[str, Tensor]]
 
 def _federation(fixed_factors: str = "orthonormal") -> Federation:
     method = RAVAN(spec=Problem().adapted().spec, r=RAVAN_R, lora_alpha=4, heads=HEADS, fixed_factors=fixed_factors)
-    made = Federation(with_extras(method), Problem(), sgd(RAVAN_LR, steps=RAVAN_STEPS), lora_alpha=4.0)
+    made = Federation(with_extras(method), Problem(), sgd(LR, steps=RAVAN_STEPS), lora_alpha=4.0)
     made.state = replace(made.state, tensors=to_double(made.state.tensors))
     return made
 
@@ -137,8 +137,8 @@ def test_rounds_match_heads_by_hand(fixed_factors: str) -> None:
                         part = slice(j * RAVAN_R, (j + 1) * RAVAN_R)
                         inner = RAVAN_S * fixed[one]["B"][:, part].T @ dense[one] @ fixed[one]["A"][part].T
                         by_core[j], by_scale[j] = scales[one][j] * inner, (own[one][j] * inner).sum()
-                    own[one], scales[one] = own[one] - RAVAN_LR * by_core, scales[one] - RAVAN_LR * by_scale
-                heads[id] = {name: value - RAVAN_LR * dense[name] for name, value in heads[id].items()}
+                    own[one], scales[one] = own[one] - LR * by_core, scales[one] - LR * by_scale
+                heads[id] = {name: value - LR * dense[name] for name, value in heads[id].items()}
             largest = max(largest, *(float((value - 1).abs().max()) for value in scales.values()))
             replies[id] = {one: scales[one][:, None, None] * own[one] for one in LAYERS}
         cores = average((shares[id], replies[id]) for id in ids)
