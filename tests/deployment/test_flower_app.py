@@ -36,11 +36,7 @@ BIN = Path(sys.executable).parent
 
 
 class StockFlower:
-    """Flower's processes, which end with it.
-
-    Args:
-        folder: Folder of Flower's configuration and of the logs.
-    """
+    """Flower's processes, which end with it; the folder has its configuration and the logs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, free_port()

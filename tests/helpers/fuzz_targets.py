@@ -40,12 +40,7 @@ __all__ = ["TARGETS", "Codec", "Refusing", "Target"]
 
 
 class Target(ABC):
-    """A reader of foreign bytes.
-
-    Args:
-        name: Name of the target.
-        seeds: Valid inputs.
-    """
+    """A reader of foreign bytes; its seeds are valid inputs."""
 
     name: str
     seeds: Sequence[bytes]
@@ -462,12 +457,7 @@ class Configs(_Json):
 
 
 class Refusing(Target):
-    """A target whose errors are all of one documented kind.
-
-    Args:
-        inner: The target.
-        error: The documented error.
-    """
+    """A target whose errors are all of one documented kind."""
 
     def __init__(self, inner: Target, error: type[Exception]) -> None:
         self.inner, self.error, self.name, self.seeds = inner, error, inner.name, inner.seeds

@@ -26,14 +26,7 @@ __all__ = ["LocalServer", "join", "kill_serving", "run_server", "send_order", "s
 
 
 class LocalServer:
-    """A server in a thread of this process.
-
-    Args:
-        link: Its connection data.
-        limits: Limits on requests.
-        bounds: Bounds on connections.
-        buffer: Bytes that the system holds of an answer that is not read; None: as the system decides.
-    """
+    """A server in a thread of this process; the system holds ``buffer`` bytes of an answer that is not read."""
 
     def __init__(
         self,

@@ -170,14 +170,7 @@ def variant(
     watch: Callable[[Method], Method] = lambda method: method,
     engine: type[LoopEngine] = LoopEngine,
 ) -> Prepared:
-    """Another method, or other rounds or training, on a model and data that are loaded already.
-
-    Args:
-        prepared: The run with the model.
-        config: Config with the same model, data and partition.
-        watch: Function that wraps the whole method.
-        engine: Class of the engine.
-    """
+    """Another method, or other rounds or training, on a model and data that are loaded; ``watch`` wraps the method."""
     adapted = prepared.engine.adapted
     all_clients = prepared.federation.clients
     method = config.build_method(replace(adapted.spec, clients=len(all_clients)))

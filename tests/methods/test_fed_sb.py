@@ -90,13 +90,13 @@ def test_a_layer_without_a_gradient_can_still_be_trained() -> None:
         assert close(after.tensors[f"{one}/A"] @ after.tensors[f"{one}/A"].T, torch.eye(R), 1e-6)
 
 
-HEADS, RAVAN_R, RAVAN_S, RAVAN_STEPS = 3, 2, 2.0, 3
+HEADS, RAVAN_S = 3, 2.0
 Slots = dict[str, dict[str, Tensor]]
 
 
 def _federation(fixed_factors: str = "orthonormal") -> Federation:
-    method = RAVAN(spec=Problem().adapted().spec, r=RAVAN_R, lora_alpha=4, heads=HEADS, fixed_factors=fixed_factors)
-    made = Federation(with_extras(method), Problem(), sgd(LR, steps=RAVAN_STEPS), lora_alpha=4.0)
+    method = RAVAN(spec=Problem().adapted().spec, r=R, lora_alpha=4, heads=HEADS, fixed_factors=fixed_factors)
+    made = Federation(with_extras(method), Problem(), sgd(LR, steps=STEPS), lora_alpha=4.0)
     made.state = replace(made.state, tensors=to_double(made.state.tensors))
     return made
 
@@ -110,7 +110,7 @@ def _fixed(made: Federation) -> Slots:
 def _change(fixed: dict[str, Tensor], cores: Tensor, scales: Tensor) -> Tensor:
     change = torch.zeros(len(fixed["B"]), fixed["A"].shape[1], dtype=torch.float64)
     for head in range(HEADS):
-        part = slice(head * RAVAN_R, (head + 1) * RAVAN_R)
+        part = slice(head * R, (head + 1) * R)
         change += RAVAN_S * scales[head] * fixed["B"][:, part] @ cores[head] @ fixed["A"][part]
     return change
 
@@ -119,7 +119,7 @@ def _change(fixed: dict[str, Tensor], cores: Tensor, scales: Tensor) -> Tensor:
 def test_rounds_match_heads_by_hand(fixed_factors: str) -> None:
     problem, made = Problem(), _federation(fixed_factors)
     W, head, fixed = problem.to_dense(*LAYERS), problem.to_dense(*HEAD), _fixed(made)
-    cores = {one: torch.zeros(HEADS, RAVAN_R, RAVAN_R, dtype=torch.float64) for one in LAYERS}
+    cores = {one: torch.zeros(HEADS, R, R, dtype=torch.float64) for one in LAYERS}
     largest = 0.0
     for number, positions in enumerate(COHORTS):
         ids = [problem.client_ids[position] for position in positions]
@@ -128,13 +128,13 @@ def test_rounds_match_heads_by_hand(fixed_factors: str) -> None:
         for id in ids:
             own, heads[id] = {one: value.clone() for one, value in cores.items()}, dict(head)
             scales = {one: torch.ones(HEADS, dtype=torch.float64) for one in LAYERS}
-            for _ in range(RAVAN_STEPS):
+            for _ in range(STEPS):
                 now = {one: W[one] + _change(fixed[one], own[one], scales[one]) for one in LAYERS}
                 dense = problem.gradients(id, {**now, **heads[id]})
                 for one in LAYERS:
                     by_core, by_scale = torch.zeros_like(own[one]), torch.zeros_like(scales[one])
                     for j in range(HEADS):
-                        part = slice(j * RAVAN_R, (j + 1) * RAVAN_R)
+                        part = slice(j * R, (j + 1) * R)
                         inner = RAVAN_S * fixed[one]["B"][:, part].T @ dense[one] @ fixed[one]["A"][part].T
                         by_core[j], by_scale[j] = scales[one][j] * inner, (own[one][j] * inner).sum()
                     own[one], scales[one] = own[one] - LR * by_core, scales[one] - LR * by_scale
@@ -146,11 +146,11 @@ def test_rounds_match_heads_by_hand(fixed_factors: str) -> None:
         for one in LAYERS:
             expected = W[one] + _change(fixed[one], cores[one], torch.ones(HEADS, dtype=torch.float64))
             assert close(made.get_weight(one), expected), (number, one)
-            assert close(made.state.tensors[join_tensor_name(one, "RAVAN_R")], cores[one])
+            assert close(made.state.tensors[join_tensor_name(one, "R")], cores[one])
         for name in HEAD:
             assert close(made.state.tensors[f"extras/{name}"], head[name])
         if len(positions) == len(problem.client_ids):
-            count = len(LAYERS) * HEADS * RAVAN_R * RAVAN_R
+            count = len(LAYERS) * HEADS * R * R
             assert all(made.elements[id] == (count, count) for id in ids)
     assert largest > 0.01  # the scales trained
 

@@ -13,13 +13,6 @@ from huggingface_hub import ModelCard
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import (
-    AutoImageProcessor,
-    AutoModelForImageClassification,
-    AutoTokenizer,
-    MobileNetV2Config,
-    MobileNetV2ForImageClassification,
-)
 
 import fedspan
 from fedspan.assembly.run import Prepared, prepare
@@ -50,7 +43,7 @@ def adapter(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def test_an_adapter_s_folder_holds_its_tokenizer(adapter: Path) -> None:
     texts = ["word1 admin1", "word7"]
-    tokenizer: Any = AutoTokenizer.from_pretrained(adapter)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(adapter)
     labels = json.loads((adapter / "fedspan.json").read_text())["labels"]
     model: Any = AutoPeftModelForSequenceClassification.from_pretrained(adapter, num_labels=len(labels))
     with torch.no_grad():
@@ -61,7 +54,7 @@ def test_an_adapter_s_folder_holds_its_tokenizer(adapter: Path) -> None:
 
 
 def test_an_adapter_s_folder_holds_its_image_processor(image_runs: Path) -> None:
-    processor: Any = AutoImageProcessor.from_pretrained(image_runs / "vit" / "adapter", backend="pil")
+    processor: Any = transformers.AutoImageProcessor.from_pretrained(image_runs / "vit" / "adapter", backend="pil")
     assert type(processor).__name__ == "ViTImageProcessorPil"
 
 
@@ -116,14 +109,14 @@ def test_a_model_that_reads_its_convolutions_attributes(tmp_path: Path) -> None:
     """MobileNet's padding reads the stride of a convolution, which PEFT's wrapper does not have."""
     torch.manual_seed(0)
     sizes = {"image_size": 32, "depth_multiplier": 0.25, "depth_divisible_by": 4, "min_depth": 4, "num_labels": 3}
-    config = MobileNetV2Config(**sizes, initializer_range=0.5)
-    model = MobileNetV2ForImageClassification(config).eval()
+    config = transformers.MobileNetV2Config(**sizes, initializer_range=0.5)
+    model = transformers.MobileNetV2ForImageClassification(config).eval()
     model.save_pretrained(tmp_path / "base")
     adapted = get_peft_model(
         model, LoraConfig(r=2, target_modules=r".*\.conv_1x1\.convolution", init_lora_weights=False)
     )
     adapted.save_pretrained(str(tmp_path / "adapter"))
-    base = MobileNetV2ForImageClassification.from_pretrained(tmp_path / "base").eval()
+    base = transformers.MobileNetV2ForImageClassification.from_pretrained(tmp_path / "base").eval()
     pixels = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         expected = adapted.merge_and_unload()(pixel_values=pixels).logits
@@ -473,7 +466,7 @@ def is_close(one: Tensor, other: Tensor, tolerance: float = 1e-5) -> bool:
 def require_export(made: Prepared, progress: Progress, place: Path) -> None:
     """Whoever has the folder, and nothing else, computes the same."""
     folder = write_adapters(made, progress, RunFolder(place))["global"]
-    model = AutoModelForImageClassification.from_pretrained(folder)
+    model = transformers.AutoModelForImageClassification.from_pretrained(folder)
     assert close(predict_with(made, model), predict_with_engine(made, progress))
 
 

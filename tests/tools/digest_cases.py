@@ -151,12 +151,7 @@ def build_configs(folder: Path, host: str) -> dict[str, dict[str, Any]]:
 
 
 def get_node_data(values: Mapping[str, Any], site: str) -> dict[str, Any]:
-    """Return the data of a node's file for a case: the site's own part, except of images, which all sites share.
-
-    Args:
-        values: The case's config.
-        site: Id of the site.
-    """
+    """Return the data of a node's file for a case: the site's own part, except of images, which all sites share."""
     train = Path(values["data"]["train"])
     own = train.with_name(f"{site}{train.suffix}") if train.suffix else train
     columns = {name: value for name, value in values["data"].items() if name not in ("train", "test_fraction", *_SENT)}

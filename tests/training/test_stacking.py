@@ -472,11 +472,9 @@ def test_a_global_model_predicts_a_held_out_set_alone(
     assert passes == []
 
 
-def test_models_that_cannot_share_passes_over_the_same_examples_predict_alone(
-    tiny_folder: Path, decoders: Path, images: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared = prepared_run("bert", tiny_folder, decoders, images)
-    jobs, engine = [job for job, _ in personal_models(prepared, [1, 1, 1])], prepared.engine
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many models each refused pass had; all are refused."""
     calls: list[int] = []
 
     def refuse(self: worker.Worker, models: Sequence[batching.ModelInputs], examples: Examples) -> list[Tensor]:
@@ -484,6 +482,14 @@ def test_models_that_cannot_share_passes_over_the_same_examples_predict_alone(
         raise Unstackable("it mixes its examples")
 
     monkeypatch.setattr(worker.Worker, "predict", refuse)
+    return calls
+
+
+def test_models_that_cannot_share_passes_over_the_same_examples_predict_alone(
+    tiny_folder: Path, decoders: Path, images: Path, calls: list[int]
+) -> None:
+    prepared = prepared_run("bert", tiny_folder, decoders, images)
+    jobs, engine = [job for job, _ in personal_models(prepared, [1, 1, 1])], prepared.engine
     indices = np.arange(7)
     predictions = list(engine.predict_shared_examples(iter(jobs), prepared.train, indices, 4))
     assert calls == [3, 3], "each thread tries one pass"
@@ -492,17 +498,10 @@ def test_models_that_cannot_share_passes_over_the_same_examples_predict_alone(
 
 
 def test_models_that_cannot_share_a_pass_predict_alone(
-    tiny_folder: Path, decoders: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, decoders: Path, images: Path, calls: list[int]
 ) -> None:
     prepared = prepared_run("bert", tiny_folder, decoders, images)
     models = personal_models(prepared, [4, 2, 3])
-    calls: list[int] = []
-
-    def refuse(self: worker.Worker, models: Sequence[batching.ModelInputs], examples: Examples) -> list[Tensor]:
-        calls.append(len(models))
-        raise Unstackable("it mixes its examples")
-
-    monkeypatch.setattr(worker.Worker, "predict", refuse)
     assert largest_gap(prepared, models, 12) == 0.0
     assert calls == [3]
     assert largest_gap(prepared, models, 12) == 0.0

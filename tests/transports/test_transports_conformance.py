@@ -30,10 +30,6 @@ def fork_nodes(files: Sequence[Path], log: Path) -> Generator[None]:
     """Run what ``fedspan join`` calls for each node's file, in processes that end with this context.
 
     The process in which a node trains is forked, too, and not spawned.
-
-    Args:
-        files: The nodes' files.
-        log: File for the nodes' output.
     """
     group = multiprocessing.get_context("fork").Process(target=_run_group, args=[files, log, os.getpid()])
     group.start()

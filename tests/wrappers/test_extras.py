@@ -90,17 +90,23 @@ def test_which_buffers_are_found(resnet: Prepared) -> None:
     assert not job.buffers & set(job.trainable_names)
 
 
+def require_plain_statistics(made: Prepared, images: Path, id: str, after: Mapping[str, Tensor]) -> torch.nn.Module:
+    """Require the statistics of a plain model in training mode, which has seen all examples of the client once."""
+    plain = tiny_images.fresh_classifier(images / "resnet").train()
+    batch = made.task.collate(made.train, made.federation.clients[id].train, torch.device("cpu"))
+    with torch.no_grad():
+        plain(pixel_values=batch["pixel_values"])
+    for name, value in plain.named_buffers():
+        assert torch.allclose(after[join_extra_name(name)], value, rtol=1e-5, atol=1e-6), name
+    return plain
+
+
 def test_training_moves_them_as_the_model_itself_does(images: Path) -> None:
     """One batch of all examples, factors still 0: the statistics are those of a plain model in training mode."""
     made = prepare(tiny_images.config(images, "resnet", training={"local_steps": 1, "batch_size": 100}))
     federation, id = made.federation, "west"
     before, after = trained(federation, federation.begin(), id)
-    plain = tiny_images.fresh_classifier(images / "resnet").train()
-    batch = made.task.collate(made.train, federation.clients[id].train, torch.device("cpu"))
-    with torch.no_grad():
-        plain(pixel_values=batch["pixel_values"])
-    for name, value in plain.named_buffers():
-        assert torch.allclose(after[join_extra_name(name)], value, rtol=1e-5, atol=1e-6), name
+    for name, value in require_plain_statistics(made, images, id, after).named_buffers():
         assert not torch.equal(value, before.tensors[join_extra_name(name)]), name
 
 
@@ -181,12 +187,7 @@ def test_norms_are_in_training_mode_where_the_extras_rest(method: str, images: P
     assert not before.extras
     assert before.buffers == buffers
     assert not [name for name in before.trainable_names if name.startswith("extras/")]
-    plain = tiny_images.fresh_classifier(images / "resnet").train()
-    batch = made.task.collate(made.train, federation.clients[id].train, torch.device("cpu"))
-    with torch.no_grad():
-        plain(pixel_values=batch["pixel_values"])
-    for name, value in plain.named_buffers():
-        assert torch.allclose(after[join_extra_name(name)], value, rtol=1e-5, atol=1e-6), name
+    require_plain_statistics(made, images, id, after)
     extras = {name: value for name, value in before.tensors.items() if name.startswith("extras/")}
     assert differing(extras, after) == buffers
     if method == "fed-sb":  # its only job in this round
