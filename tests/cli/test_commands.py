@@ -11,15 +11,13 @@ from typing import Any
 import click
 import pytest
 import typer
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 import fedspan
 from fedspan.cli import commands
 from fedspan.cli.commands import PAGES, find_page
 from fedspan.config import RunConfig
-from helpers.command_line import done, get_program
-
-Call = Callable[..., Result]
+from helpers.command_line import Call, Refused, Write, done, get_program
 
 
 def test_version_and_help(call: Call) -> None:
@@ -142,10 +140,6 @@ def test_an_installed_package_has_the_pages_in_it(tmp_path: Path, monkeypatch: p
     (tmp_path / "docs").mkdir()
     monkeypatch.setattr(commands, "files", lambda _: tmp_path)
     assert find_page("privacy") == str(tmp_path / "docs" / "privacy.md")
-
-
-Refused = Callable[..., str]
-Write = Callable[..., Path]
 
 
 @pytest.mark.slow  # a process of its own

@@ -2,14 +2,12 @@
 
 import io
 import json
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from click.testing import Result
 from rich.console import Console
 
 from fedspan.assembly.run import Prepared
@@ -21,11 +19,7 @@ from fedspan.experiments.series_bar import SeriesBar
 from fedspan.progress.view import RunView
 from fedspan.training.stages import Stage
 from helpers.clock import Clock
-from helpers.command_line import done
-
-Call = Callable[..., Result]
-Write = Callable[..., Path]
-Refused = Callable[..., str]
+from helpers.command_line import Call, Refused, Write, done
 
 
 @pytest.fixture(scope="module")

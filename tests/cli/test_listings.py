@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 import fedspan
 from fedspan.config import RunConfig, load_config, parse_config
@@ -18,10 +18,8 @@ from fedspan.runs.report import read_partition
 from fedspan.wrappers.describe import describe as describe_wrappers
 from fedspan.wrappers.registry import WRAPPERS
 from helpers import tiny
-from helpers.command_line import done, get_program
+from helpers.command_line import Call, Write, done, get_program
 from helpers.written_data import write_table
-
-Call = Callable[..., Result]
 
 
 def test_methods(call: Call) -> None:
@@ -105,9 +103,6 @@ def test_partition_says_what_was_left_out(call: Call, tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "rows left out (data.invalid: skip): 1 without a text" in result.stdout
     assert json.loads(call("partition", tmp_path / "run.yaml", "--json").stdout)["dropped"] == 1
-
-
-Write = Callable[..., Path]
 
 
 def test_partition(call: Call, write: Write, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from fedspan.run_folder import RunFolder
 from fedspan.runs import start
 from fedspan.runs.report import RunReport, read_report
 from helpers import tiny
-from helpers.command_line import get_program
+from helpers.command_line import Call, get_program
 from helpers.node_service import introduced, node, values
 from helpers.reply_transport import Replies, ReplyingTransport
 
@@ -301,9 +301,6 @@ def test_a_heartbeat_that_is_too_old_is_a_problem(tmp_path: Path) -> None:
     assert found.exit_code == 1
     assert "unhealthy: no progress for 1000 s, and at most 900 s are allowed (last: waiting for orders)" in found.output
     assert call(path, "--within", "2000").exit_code == 0
-
-
-Call = Callable[..., Any]
 
 
 def test_a_line_for_everything_and_an_end_with_0(call: Call, tmp_path: Path) -> None:

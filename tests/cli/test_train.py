@@ -25,9 +25,7 @@ from fedspan.progress.view import RunView
 from fedspan.run_folder import RunFolder
 from fedspan.runs.report import RunReport
 from helpers import tiny_decoders
-from helpers.command_line import done
-
-Call = Callable[..., Result]
+from helpers.command_line import Call, done
 
 
 def test_run_shows_every_round_and_closes_with_the_comparison(finished: Path) -> None:

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import string
-from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -28,9 +27,9 @@ from fedspan.errors import FedspanError
 from fedspan.tasks.metrics import METRICS
 from fedspan.tasks.registry import TASKS, get_task
 from helpers.fuzzing import answered, fuzz
+from helpers.refusals import Refused
 from helpers.written_data import config_for
 
-Refused = Callable[..., FedspanError]
 ENTRIES = {entry.key: entry for entry in list_datasets()}
 TEXTS = {key: entry for key, entry in ENTRIES.items() if entry.task != "image-classification"}
 EVERY = pytest.mark.parametrize("entry", ENTRIES.values(), ids=list(ENTRIES))

@@ -10,7 +10,7 @@ import stat
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ from fedspan.data.loading import load
 from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError
 from fedspan.tasks.registry import get_task
+from helpers.refusals import Refused
 
-Refused = Callable[..., FedspanError]
 SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 

@@ -9,7 +9,6 @@ import sys
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,11 @@ from fedspan.data import DataConfig
 from fedspan.data.files import read_source
 from fedspan.data.images import MAX_PIXELS, decode_image, find_readable_images
 from fedspan.data.loading import LoadedData, load
-from fedspan.errors import FedspanError
 from fedspan.tasks import images as tasks
 from fedspan.tasks.registry import get_task
 from helpers.families import others_slow
+from helpers.refusals import Refused
 
-Refused = Callable[..., FedspanError]
 RNG = np.random.default_rng(0)
 CIFAR_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 

@@ -3,7 +3,6 @@
 import json
 import random
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,8 @@ from fedspan.data.partition import Partition, draw_groups, partition
 from fedspan.data.plot import plot_partition
 from fedspan.errors import FedspanError
 from fedspan.tasks.registry import get_task
+from helpers.refusals import Refused
 
-Refused = Callable[..., FedspanError]
 KINDS = [
     PartitionConfig(clients=7),
     PartitionConfig(partitioner="dirichlet", clients=7, alpha=0.5),
