@@ -31,8 +31,6 @@ from . import (
 from .watched_rounds import OPTIONS, flat
 from .wrapped_configs import TRAINING
 
-__all__ = ["ENGINES", "RUNS", "WAITS", "compare", "inner_waits", "result", "save_models"]
-
 ENGINES: Mapping[str, Mapping[str, Any]] = {
     "loop": {"name": "loop"},
     "batched": {"name": "batched", "clients_per_pass": 2, "workers": 1},

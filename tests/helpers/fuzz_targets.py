@@ -36,8 +36,6 @@ from fedspan.federation.secagg import messages
 from .fuzzing import changed, dumped, mangled
 from .hostile_node import make_public_key, make_strange_keys
 
-__all__ = ["TARGETS", "Codec", "Refusing", "Target"]
-
 
 class Target(ABC):
     """A reader of foreign bytes; its seeds are valid inputs."""

@@ -22,8 +22,6 @@ from fedspan.transports.http.transport import Bodies, send_envelopes
 
 from .ports import free_port
 
-__all__ = ["LocalServer", "join", "kill_serving", "run_server", "send_order", "serve_here"]
-
 
 class LocalServer:
     """A server in a thread of this process; the system holds ``buffer`` bytes of an answer that is not read."""

@@ -6,8 +6,6 @@ from typing import Any
 
 from digest_inputs import LABELS, SITES, TAGS
 
-__all__ = ["TRAINERS", "build_cases", "build_configs", "get_node_data", "get_sent_data"]
-
 TRAINERS = "trainer"
 """The case, and the task, whose clients train with their owners' own trainers (``digest_trainer``)."""
 _SENT = ("labels", "prompt")
