@@ -313,7 +313,7 @@ def test_round_0_is_the_adapter_and_the_export_includes_it(
     assert float((expected - first).abs().max()) > 0.01
 
 
-def not_exported(path: Path, value: object, words: str, tiny_folder: Path, prepared: Prepared) -> None:
+def refuse_adapter(path: Path, value: object, words: str, tiny_folder: Path, prepared: Prepared) -> None:
     with pytest.raises(FedspanError) as caught:
         prepare(tiny.config(tiny_folder, model={"adapter": str(path)}), prepared.partition)
     assert (caught.value.field, caught.value.value) == ("model.adapter", value)
@@ -326,7 +326,7 @@ def test_what_is_more_than_lora_is_refused(
 ) -> None:
     """Its update is not B A alone: magnitudes and biases would be lost without a word."""
     save_adapter(tmp_path, tiny_folder, **options)
-    not_exported(tmp_path, str(tmp_path), "a plain LoRA adapter", tiny_folder, prepared)
+    refuse_adapter(tmp_path, str(tmp_path), "a plain LoRA adapter", tiny_folder, prepared)
 
 
 def test_the_scaling_is_folded_into_what_is_read(tiny_folder: Path, prepared: Prepared, tmp_path: Path) -> None:

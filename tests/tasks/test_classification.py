@@ -342,7 +342,7 @@ def test_examples_of_a_users_own_task_without_an_array_of_labels_are_refused(exa
 
 @pytest.fixture
 def regression(prepared: Prepared) -> Regression:
-    return Regression(prepared.regression.tokenizer, 8)
+    return Regression(prepared.task.tokenizer, 8)
 
 
 def test_the_loss_is_the_mean_squared_error_and_correlations_are_the_textbook_s(regression: Regression) -> None:
@@ -385,7 +385,7 @@ def pairs(folder: Path) -> Path:
 def settings(tiny_folder: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     values = tiny.settings(tiny_folder, **changes)
     data = {"train": str(pairs(folder)), "text": "one", "text_pair": "other", "label": "score", "test_fraction": 0.2}
-    return {**values, "regression": "regression", "data": data}
+    return {**values, "task": "regression", "data": data}
 
 
 def test_a_run_of_regression_on_pairs(tiny_folder: Path, tmp_path: Path) -> None:
@@ -394,7 +394,7 @@ def test_a_run_of_regression_on_pairs(tiny_folder: Path, tmp_path: Path) -> None
     federation = {"rounds": 2, "clients_per_round": None}
     values = settings(tiny_folder, tmp_path, federation=federation, training=training, engine=engine)
     report = fedspan.run(values, tmp_path / "run")
-    assert (report.regression, report.metric) == ("regression", "pearson")
+    assert (report.task, report.metric) == ("regression", "pearson")
     assert set(report.scores["test"]) == {"loss", "pearson", "spearman"}
     assert report.scores["clients"]["worst"].keys() == {"client", "pearson"}
     assert report.scores["test"]["loss"] < np.var([0, 1, 2, 3, 4, 5]) + 6.25  # that of answering 0 always
@@ -408,7 +408,7 @@ def test_a_run_of_regression_on_pairs(tiny_folder: Path, tmp_path: Path) -> None
 def test_the_best_round_may_be_chosen_by_another_metric(tiny_folder: Path, tmp_path: Path) -> None:
     values = settings(tiny_folder, tmp_path, evaluation={"metric": "loss"})
     made = prepare(parse_config(values))
-    assert made.regression.metric == "loss"
+    assert made.task.metric == "loss"
 
 
 @pytest.mark.parametrize("partitioner", ["dirichlet", "pathological"])
