@@ -20,6 +20,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.transports.http.server import read_link
 from fedspan.wrappers import registry as wrappers
 from helpers import conformance
+from helpers.conformance import UNLIKE_CASES, list_cases
 from helpers.families import others_slow
 from helpers.sites import local_values, run_values, site_files
 from helpers.stage import Deployment
@@ -101,7 +102,7 @@ def federation(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             yield made, files["all"]
 
 
-@pytest.mark.parametrize("case", others_slow(conformance.list_cases(), conformance.UNLIKE_CASES))
+@pytest.mark.parametrize("case", others_slow(list_cases(), UNLIKE_CASES))
 def test_every_method_and_wrapper_has_the_bits_of_the_loop_engine(
     case: str, federation: tuple[Deployment, Path], tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -405,7 +405,7 @@ def test_a_reverse_proxy_that_terminates_tls_reads_no_update(
     seen = proxy.read_log()
     assert "PUT /v1/order/" in seen
     assert "patient" not in seen
-    assert "413" not in seen  # no body is larger than such proxies take
+    assert "413 PUT" not in seen  # no body is larger than such proxies take
     with pytest.raises(FedspanError, match="is not signed by the authority"):
         check_server(link._replace(tls_authority=None))
 
