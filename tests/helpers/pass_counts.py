@@ -15,8 +15,6 @@ from fedspan.training.batched import BatchedEngine
 from fedspan.training.jobs import Assignment
 from fedspan.training.stacking import StackingRequest
 
-__all__ = ["PASSES", "count_pass", "fit_counts"]
-
 PASSES = ("method fedit", "task causal-lm")
 """Runs of an encoder and of a decoder, by their names in ``device_runs.RUNS``."""
 
