@@ -106,7 +106,7 @@ def test_every_task_and_method_has_defaults_that_a_config_accepts(task: str, met
     }
     federation = {"rounds": found.rounds, "early_stopping": found.early_stopping}
     config = parse_config({"task": task, "data": {"train": "x.csv"}, "training": training, "federation": federation})
-    assert config.build_training_settings().optimizer.lr == found.lr
+    assert config.build_training_settings().lr == found.lr
 
 
 def test_whole_weights_take_smaller_rates_and_single_factors_larger_ones() -> None:

@@ -17,7 +17,7 @@ from fedspan.assembly.run import Prepared, prepare
 from fedspan.clients.host import Host
 from fedspan.clients.refusals import refuse
 from fedspan.clients.store import DiskClientStore
-from fedspan.core.values import Client, Message, OptimizerSpec, Reduced, ServerState
+from fedspan.core.values import Client, Message, Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
@@ -448,7 +448,7 @@ def exchange(heard: Heard, *, last_rounds: Mapping[str, int] | None = None) -> t
     ids = ("a", "b", "bad")
     clients = {id: ClientData(Client(id, 2, 1.0, 3, 3.0), none, none, none) for id in ids}
     settings, rules = RoundSettings(10), ReplyRules(validate=False)
-    training = TrainingSettings(OptimizerSpec(lr=0.5), schedule="linear")
+    training = TrainingSettings(lr=0.5, schedule="linear")
     transport: Any = SimpleNamespace(accept_replies=lambda ids: {}, get_simulated_seconds=lambda: 7.5)
     context = RoundContext(
         method, settings, training, clients, state, ids, ids, 3, rules, transport, run="name of the run"

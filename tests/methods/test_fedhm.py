@@ -1,7 +1,5 @@
 """FedHM against dense weights, truncated by hand for every client's rank; convolutions on layers without a model."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.tensors import join_tensor_name, select_slots
-from fedspan.core.values import Client, LayerSpec, OptimizerSpec, Reduced, ServerState, Spec, StackItem
+from fedspan.core.values import Client, LayerSpec, Reduced, ServerState, Spec, StackItem
 from fedspan.methods.fedhm import FedHM
 from helpers.toys.oracle import average
 from helpers.toys.problem import HEAD, LAYERS, Problem
@@ -32,7 +30,7 @@ def test_matches_a_dense_oracle(decay: float, keep_global: bool) -> None:
     problem = Problem()
     method = FedHM(spec=problem.adapted().spec, frobenius_decay=decay, keep_global=keep_global)
     training = sgd(LR, steps=STEPS)
-    training = replace(training, optimizer=OptimizerSpec(name="sgd", lr=LR, weight_decay=0.3 if decay else 0.0))
+    training = training.model_copy(update={"weight_decay": 0.3 if decay else 0.0})
     federation = Federation(with_extras(method), problem, training, ranks=RANKS)
     W, head = {one: federation.get_weight(one) for one in LAYERS}, problem.to_dense(*HEAD)
     factors = {one: tuple(federation.state.tensors[f"{one}/{slot}"].double() for slot in "UV") for one in LAYERS}

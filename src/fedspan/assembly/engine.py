@@ -23,7 +23,7 @@ from fedspan.tasks.settings import TaskSettings
 from fedspan.tasks.task import RunTask, Task
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.engine import Engine
-from fedspan.training.jobs import TrainingSettings
+from fedspan.training.jobs import Privacy, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingPlan, StackingRequest
 from fedspan.training.stages import Stages
@@ -70,6 +70,7 @@ def make_engine(
     settings: TrainingSettings,
     stages: Stages | None = None,
     shared_with: Engine | None = None,
+    privacy: Privacy | None = None,
 ) -> Engine:
     """Build the engine that a config names.
 
@@ -82,10 +83,11 @@ def make_engine(
     )
     stages = stages or (None if shared_with is None else shared_with.stages)
     if options.name != "batched":
-        return LoopEngine(adapted, task, settings, seed, prefix, stages=stages)
-    request = StackingRequest(options.clients_per_pass, options.workers)
-    rounds = config.federation.rounds
-    engine = BatchedEngine(adapted, task, settings, seed, request, prefix, options.padding_free, stages, rounds)
+        return LoopEngine(adapted, task, settings, seed, prefix, stages=stages, privacy=privacy)
+    request, rounds = StackingRequest(options.clients_per_pass, options.workers), config.federation.rounds
+    engine = BatchedEngine(
+        adapted, task, settings, seed, request, prefix, options.padding_free, stages, rounds, privacy
+    )
     if isinstance(shared_with, BatchedEngine):
         engine.measuring = shared_with.measuring
     return engine
@@ -192,7 +194,9 @@ def build_trainer(
     )
     task = config.task_definition.build(built.processor, task_settings, config.data)
     method = config.build_method(replace(adapted.spec, clients=clients))
-    engine = make_engine(config, adapted, task, config.build_training_settings(key), stages)
+    engine = make_engine(
+        config, adapted, task, config.build_training_settings(), stages, privacy=config.build_privacy_settings(key)
+    )
     return RunTrainer(
         config=config,
         labels=labels,

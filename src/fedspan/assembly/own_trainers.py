@@ -307,9 +307,9 @@ class TrainerRuns:
             root = next(iter(self._trainers.values())).root  # a sentence-transformers model cuts texts itself
             max_length = getattr(root, "max_seq_length", None) or config.model.max_length
             task_settings = collect_task_settings(config, tuple(config.data.labels or ()), max_length, model.pooling)
-            task, settings = TrainerTask(metric), config.build_training_settings(key)
-            metric_needed = config.evaluation.metric
-            engine = TrainerEngine(owners, task, settings, config.seed, stages, metric_needed, self._processes)
+            task, settings = TrainerTask(metric), config.build_training_settings()
+            needed, privacy = config.evaluation.metric, config.build_privacy_settings(key)
+            engine = TrainerEngine(owners, task, settings, config.seed, stages, needed, self._processes, privacy)
             method = config.build_method(replace(model.adapted.spec, clients=len(owners)))
             clients = build_clients(config, method, parts)
             self._restore = restore.pop_all()

@@ -18,7 +18,6 @@ from fedspan.config.reading import (
     to_plain_values,
 )
 from fedspan.config.run import RunConfig
-from fedspan.config.training import TrainingConfig
 
 __all__ = [
     "ConfigLike",
@@ -27,7 +26,6 @@ __all__ = [
     "MethodConfig",
     "ModelConfig",
     "RunConfig",
-    "TrainingConfig",
     "WrapperConfig",
     "load_config",
     "load_yaml",

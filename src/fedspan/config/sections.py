@@ -17,9 +17,7 @@ from fedspan.config.model import ModelConfig
 from fedspan.config.privacy import PrivacyConfig
 from fedspan.config.rates import get_training_defaults
 from fedspan.config.simulation import SimulationConfig
-from fedspan.config.training import TrainingConfig
 from fedspan.core.method import Method, RegisteredMethod
-from fedspan.core.values import OptimizerSpec
 from fedspan.data.catalogue import DatasetEntry, list_datasets
 from fedspan.data.columns import LABELED_TEXTS, TaskColumns
 from fedspan.data.config import DataConfig, PartitionConfig
@@ -94,7 +92,7 @@ class RunSections(Section):
     partition: PartitionConfig = Field(default_factory=PartitionConfig)
     method: MethodConfig = Field(default_factory=MethodConfig)
     federation: FederationConfig = Field(default_factory=FederationConfig)
-    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    training: TrainingSettings = Field(default_factory=TrainingSettings)
     privacy: PrivacyConfig | None = None
     """Differential privacy; default: none. See docs/privacy.md."""
     simulation: SimulationConfig | None = None
@@ -147,38 +145,13 @@ class RunSections(Section):
         """Default learning rate of the task and the method."""
         return get_training_defaults(self.task, self.method.name).lr
 
-    def build_training_settings(self, key: bytes | None = None) -> TrainingSettings:
-        """Return the settings of local training for the engines; ``key`` as in ``build_privacy_settings``.
+    def build_training_settings(self) -> TrainingSettings:
+        """Return the settings of local training for the engines.
 
         With ``training.lr: auto``, the rate is the default; ``runs.learning_rate`` replaces it.
         """
-        t = self.training
-        return TrainingSettings(
-            optimizer=OptimizerSpec(
-                name=t.optimizer,
-                lr=self.default_lr if t.lr == "auto" else t.lr,
-                momentum=t.momentum,
-                betas=t.betas,
-                eps=t.eps,
-                weight_decay=t.weight_decay,
-            ),
-            schedule=t.schedule,
-            warmup_rounds=t.warmup_rounds,
-            min_lr=t.min_lr,
-            cycle_rounds=t.cycle_rounds,
-            batch_size=t.batch_size,
-            accumulate=t.gradient_accumulation_steps,
-            epochs=t.local_epochs,
-            steps=t.local_steps,
-            max_grad_norm=t.max_grad_norm,
-            keep_optimizer=t.optimizer_state == "keep",
-            dropout=t.lora_dropout,
-            group_by_length=t.group_by_length,
-            logit_adjustment=t.logit_adjustment,
-            label_smoothing=t.label_smoothing,
-            class_weights=t.class_weights if isinstance(t.class_weights, str) else tuple(t.class_weights.items()),
-            privacy=self.build_privacy_settings(key),
-        )
+        changes = {"lr": self.default_lr} if self.training.lr == "auto" else {}
+        return self.training.model_copy(update=changes)
 
     def wrap_method(self, method: RegisteredMethod, head: NewHead | None = None) -> Method:
         """Wrap a method with the run's policy for the extras (by default the method's own) and the run's wrappers.
@@ -191,12 +164,12 @@ class RunSections(Section):
         """
         training = self.build_training_settings()
         policy, lr_scale = self.model.extras, self.model.extras_lr_scale
-        wrapped = self.method.wrap(method, policy, lr_scale, training.optimizer, training.max_grad_norm)
+        wrapped = self.method.wrap(method, policy, lr_scale, training.optimizer_spec, training.max_grad_norm)
         if head is None or (policy or method.claims.extras) != "average":  # a baseline's method may have its own
             return wrapped
         # Epochs on stored features take little time, and three without a backward pass through the model no longer than
         # one with it. The planned charges of privacy are those of the run's own epochs.
-        epochs = None if training.steps or training.privacy else (10 if head.is_alone else 3) * training.epochs
+        epochs = None if training.local_steps or self.privacy else (10 if head.is_alone else 3) * training.local_epochs
         return HeadRounds(inner=wrapped, rounds=self.head_rounds, head=head, epochs=epochs)
 
     @property

@@ -113,16 +113,16 @@ class _Bench:
         length = None if passes.longest is None else length or longest
         task_settings = collect_task_settings(config, labels, longest, get_pooling(config))
         task = get_task(config.task).build(_get_processor_attributes(adapted), task_settings, config.data)
-        settings = replace(config.build_training_settings(), privacy=None)
+        settings = config.build_training_settings()
         self.engine: Engine = make_engine(config, adapted, task, settings)
-        self._batch = settings.batch_size * settings.accumulate
+        self._batch = settings.batch_size * settings.gradient_accumulation_steps
         self._examples: Any = _build_examples(config, adapted, len(labels), length, longest, self._batch * _STEPS)
         rank = config.build_method(adapted.spec).r
         kinds = {LayerSpec("", *layer.shape, layer.kernel) for layer in adapted.spec.layers}
         computations = {kind: Computation(rank=rank, moves=frozenset("AB")) for kind in kinds}
         prefix = passes.prefix if config.engine.prefix_cache else None
         cost = passes.count_cost(Trains(computations, bool(adapted.extras)), settings.batch_size, length, prefix)
-        self._step = (cost.forward + cost.backward) * settings.accumulate
+        self._step = (cost.forward + cost.backward) * settings.gradient_accumulation_steps
         self._job = _build_job(adapted, rank)
 
     def time_single(self) -> float:
@@ -152,7 +152,7 @@ class _Bench:
 
     def _make_assignment(self, client: str, steps: int) -> Assignment:
         indices = np.arange(self._batch * steps)
-        lr = self._config.build_training_settings().optimizer.lr
+        lr = self.engine.settings.optimizer_spec.lr
         return Assignment(client, 0, replace(self._job, steps=steps), indices, lr)
 
     def _measure_seconds(self, clients: int, steps: int) -> float:

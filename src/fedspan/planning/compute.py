@@ -253,15 +253,16 @@ def compute_training_cost(
     if client is not None and own_examples is not None:
         selected, first = [index for cohort in cohorts for index in cohort], round(once * own_examples)
         run = client * len(selected) + (stored := first * len({*selected}))
-    compute = Compute(length, example, once, example * batch * settings.accumulate, client, run, first, stored)
+    step = example * batch * settings.gradient_accumulation_steps
+    compute = Compute(length, example, once, step, client, run, first, stored)
     return LocalTraining(compute, passes.count_cost(trains, batch, longest, prefix).peak, cache)
 
 
 def _count_round_examples(settings: TrainingSettings, examples: float | None) -> float | None:
     """Return the examples that a client trains on in a round, counting repetitions."""
-    if settings.steps is not None:
-        return settings.steps * settings.batch_size * settings.accumulate
-    return None if examples is None else examples * settings.epochs
+    if settings.local_steps is not None:
+        return settings.local_steps * settings.batch_size * settings.gradient_accumulation_steps
+    return None if examples is None else examples * settings.local_epochs
 
 
 @dataclass(frozen=True)

@@ -306,6 +306,6 @@ def _count_own_examples(config: RunConfig, clients: int, examples: int | None) -
 def _compute_steps(config: RunConfig, own_examples: int | None) -> int | None:
     """Return the optimizer steps of a client in a round; with epochs, of a client with this many examples."""
     settings = config.build_training_settings()
-    if settings.steps is not None:
-        return settings.steps
+    if settings.local_steps is not None:
+        return settings.local_steps
     return None if own_examples is None else compute_private_steps(settings, Job({}, {}, ()), own_examples)

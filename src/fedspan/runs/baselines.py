@@ -82,9 +82,9 @@ def _build_variant(
     lr: float | None,
 ) -> Prepared:
     """Build a baseline on the same model and data: all clients participate in every round and store their moments."""
-    settings = replace(prepared.federation.training, keep_optimizer=True, logit_adjustment=0.0, privacy=None)
-    if lr is not None:
-        settings = replace(settings, optimizer=replace(settings.optimizer, lr=lr))
+    training = prepared.federation.training
+    changes = {"lr": training.lr if lr is None else lr, "optimizer_state": "keep", "logit_adjustment": 0.0}
+    settings = training.model_copy(update=changes)
     engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, shared_with=prepared.engine)
     rounds = replace(config.build_round_settings(), cohort=None, buffered=None)
     federation = simulate(

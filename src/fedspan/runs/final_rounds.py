@@ -135,11 +135,6 @@ def _include_validation(prepared: Prepared, best: Progress) -> Federation:
 
     ids = tuple(federation.clients)
     lr = training.compute_lr(best.state.round - 1, federation.settings.rounds)
-    constant = replace(
-        training,
-        optimizer=replace(training.optimizer, lr=lr),
-        schedule="constant",
-        warmup_rounds=0,
-        cycle_rounds=None,
-    )
+    changes = {"lr": lr, "schedule": "constant", "warmup_rounds": 0, "cycle_rounds": None}
+    constant = training.model_copy(update=changes)
     return replace_clients(federation, LazyMapping(ids, build_client)).replace_training(constant)

@@ -264,7 +264,7 @@ def _finish(session: Session, progress: Progress) -> RunReport:
             *find_divergence(
                 read_lines(run_folder.metrics),
                 prepared.task.metric,
-                prepared.federation.training.optimizer.lr,
+                prepared.federation.training.optimizer_spec.lr,
                 compute_guess_loss(prepared.task),
                 session.start_scores,
             ),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedspan.core.values import Client, LayerSpec, Message, OptimizerSpec, Spec
+from fedspan.core.values import Client, LayerSpec, Message, Spec
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
@@ -102,7 +102,7 @@ def test_a_reply_whose_size_depends_on_data_is_within_its_limit(round: int) -> N
     context = RoundContext(
         method=method,
         settings=RoundSettings(rounds=2),
-        training=TrainingSettings(OptimizerSpec()),
+        training=TrainingSettings(),
         clients={"a": ClientData(client, NONE, NONE, NONE)},
         state=method.init({}).advance_round() if round else method.init({}),
         ids=("a",),
