@@ -66,6 +66,11 @@ def require_config(node: NodeConfig, invitation: Invitation, config: RunConfig) 
         raise FedspanError("limits.private_only", mechanism, problem=problem)
     if limits.secure_only and config.federation.secure is None:
         raise FedspanError("limits.secure_only", None, problem="this node only joins runs with federation.secure")
+    selected = (invitation.read_values().get("federation") or {}).get("clients_per_round")
+    if config.federation.secure is not None and isinstance(selected, int) and selected < node.min_secure_clients:
+        problem = f"a sum of {selected} nodes is too small: this node requires {node.min_secure_clients}"
+        expected = "at least as many, null, or a lower limits.secure_clients in all owners' node files"
+        raise FedspanError("federation.clients_per_round", selected, expected, problem=problem)
 
 
 def _require_model(node: NodeConfig, invitation: Invitation, config: RunConfig) -> None:
