@@ -70,7 +70,6 @@ def _read_lines(path: Path, data: bytes, head: str = EMPTY.head, first: int = 1)
 
     Args:
         data: Content of the file from the line ``first`` on.
-        head: The ``chain`` of the line before.
     """
     *lines, rest = data.split(b"\n")
     for number, line in enumerate(lines, first):

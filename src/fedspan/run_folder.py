@@ -285,9 +285,7 @@ class Records:
     """What a finished run's report names beside the results.
 
     Args:
-        config: The configuration (``describe_config``).
         files: SHA-256 of inputs and results, by path relative to the run folder.
-        positions: The ends of the logs, by file name.
     """
 
     config: str

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from fedspan.config.federation import FederationConfig, FractionRanks, RandomRanks
-from fedspan.config.privacy import PrivacyConfig
+from fedspan.config.sections import PrivacyConfig
 from fedspan.core.method import Claims
 from fedspan.core.noise import derive_seed_key
 from fedspan.errors import FedspanError

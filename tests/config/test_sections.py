@@ -7,12 +7,9 @@ import pytest
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from fedspan.config.engine import EngineConfig
-from fedspan.config.evaluation import EvaluationConfig
 from fedspan.config.model import ModelConfig
 from fedspan.config.node import NodeConfig, NodeLimits, load_node, require_data
-from fedspan.config.sections import ClusterConfig
-from fedspan.config.simulation import SimulationConfig
+from fedspan.config.sections import ClusterConfig, EngineConfig, EvaluationConfig, SimulationConfig
 from fedspan.config.tags import MOST_TAGS, Tags, explain_missing_tags
 from fedspan.errors import FedspanError
 from fedspan.federation.conditions import Conditions, Faults, SpeedDistribution

@@ -118,7 +118,7 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
 
 def federation(prepared: Prepared, folder: Path, spoil: Spoil, **rules: Any) -> Federation:
     here, engine = prepared.federation, prepared.engine
-    loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
+    loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed, privacy=engine.privacy)
     client_store = DiskClientStore(folder)
     known = {
         id: Host(here.method, loop, {id: one}, here.examples, client_store, 32) for id, one in here.clients.items()

@@ -122,7 +122,7 @@ def secured(
         rules: Rules by which a round counts.
     """
     here, engine = prepared.federation, prepared.engine
-    loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
+    loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed, privacy=engine.privacy)
     client_store = DiskClientStore(folder)
 
     def make(id: str) -> Host:

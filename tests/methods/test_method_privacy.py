@@ -38,8 +38,8 @@ what is known."""
 class Counting(LoopEngine):
     """Counts the steps that it takes, by client and round."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **parts: Any) -> None:
+        super().__init__(*args, **parts)
         self.steps: Counter[tuple[str, int]] = Counter()
 
     def train(self, work: Assignment, examples: Examples) -> Trained:

@@ -68,9 +68,9 @@ def make_engine(
     adapted: AdaptedModel,
     task: Task,
     settings: TrainingSettings,
+    privacy: Privacy | None,
     stages: Stages | None = None,
     shared_with: Engine | None = None,
-    privacy: Privacy | None = None,
 ) -> Engine:
     """Build the engine that a config names.
 
@@ -194,9 +194,8 @@ def build_trainer(
     )
     task = config.task_definition.build(built.processor, task_settings, config.data)
     method = config.build_method(replace(adapted.spec, clients=clients))
-    engine = make_engine(
-        config, adapted, task, config.build_training_settings(), stages, privacy=config.build_privacy_settings(key)
-    )
+    settings, privacy = config.build_training_settings(), config.build_privacy_settings(key)
+    engine = make_engine(config, adapted, task, settings, privacy, stages)
     return RunTrainer(
         config=config,
         labels=labels,

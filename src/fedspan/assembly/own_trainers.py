@@ -22,7 +22,7 @@ from fedspan.assembly.model import RunModel, adapt_model, adopt_adapter, require
 from fedspan.assembly.run import LocalRun, Prepared
 from fedspan.assembly.task import collect_task_settings
 from fedspan.config import RunConfig, parse_config
-from fedspan.config.engine import EngineConfig
+from fedspan.config.sections import EngineConfig
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.data.partition import ClientPart, ClientParts, Partition
 from fedspan.errors import FedspanError

@@ -15,7 +15,7 @@ from fedspan.cli.compare import RESUMED, Seeds, parse_seeds, print_table
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
-    from fedspan.experiments.watcher import Watcher
+    from fedspan.experiments.series import Watcher
     from fedspan.reproduction.presets import Scale
     from fedspan.reproduction.rehearsal import PlannedCell
 

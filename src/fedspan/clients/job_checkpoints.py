@@ -79,7 +79,6 @@ class DiskJobCheckpoint:
         key: What the job was computed from; the progress of a job with another key is not used.
         steps: Number of optimizer steps between two checkpoints; None: any.
         seconds: Number of seconds between two checkpoints; None: any.
-        clock: Clock in seconds.
     """
 
     path: Path

@@ -29,7 +29,6 @@ class Session(BinaryPart):
         phase: The last phase that was answered.
         secret: The secret that the keys are derived from; empty once the session has ended.
         peers: Keys of all clients, as received in the phase of shares.
-        agreement: The agreement of that phase.
         facts: The facts about the clients that are part of it.
         present: The clients with which the vector was masked.
         survivors: The clients whose vectors are in the sum, as signed.
@@ -207,7 +206,6 @@ def remove_secrets(folder: Path, latest: float) -> None:
     """Remove what sessions need to continue from their files; what later sessions must differ from stays.
 
     Args:
-        folder: The folder of all runs' sessions.
         latest: Sessions without a phase since this time, in seconds since the epoch, do not continue.
     """
     for path in folder.glob("*/*/session.json"):

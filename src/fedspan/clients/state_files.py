@@ -198,7 +198,6 @@ class StateFolder:
         """Delete the versions that are not needed, and folders of rounds that become empty.
 
         Args:
-            needed: Versions that stay.
             among: Versions that may also exist; None: everything in the folder.
         """
         retained = {self.get_path(*version) for version in needed}

@@ -83,7 +83,6 @@ def infer_data(rows: Source, location: str, task: str | None, options: Mapping[s
 
     Args:
         location: The file, folder or data set, as in ``data.train``.
-        task: The learning task; None: inferred.
         options: Columns requested by the user, by option (text, label, answer, by); None: inferred.
 
     Raises:

@@ -219,11 +219,7 @@ class FederationConfig(Section):
                 raise FedspanError(f"federation.{name}", value, problem=problem)
 
     def require_late_fit(self, mechanism: str | None, wrappers: Collection[str]) -> None:
-        """Check that the rest of the run does not count on fixed clients, if nodes may join late.
-
-        Args:
-            mechanism: Mechanism of the run's privacy; None: it has none.
-        """
+        """Check that the rest of the run does not count on fixed clients, if nodes may join late."""
         if not self.late_joiners:
             return
         reasons = {

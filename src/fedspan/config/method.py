@@ -84,8 +84,6 @@ class MethodConfig(BaseModel):
         """Wrap a method and the extras in the run's wrappers.
 
         Args:
-            method: The method that ``build`` returned.
-            policy: Policy of the extras; None: the method's own.
             max_grad_norm: Clipping norm of local training (0: none).
 
         Raises:

@@ -29,7 +29,6 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
     Args:
         secret: Secret of 32 bytes.
         threshold: Number of shares that reveal it, at least 2.
-        count: Number of shares to create.
 
     Raises:
         ValueError: If the secret has another length, or the threshold is out of range.

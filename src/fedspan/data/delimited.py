@@ -21,7 +21,6 @@ def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None 
     """Read a delimited file; every value is text.
 
     Args:
-        path: The file; ``.gz`` is unpacked.
         kind: The suffix without a dot, ``csv``, ``tsv`` or ``txt``.
         limit: Number of bytes of the beginning that are read; None: the whole file.
 

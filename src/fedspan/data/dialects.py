@@ -63,8 +63,6 @@ def detect_dialect(
     Args:
         sample: The beginning of the file, cut at a line's end.
         tabs: Whether the file's suffix implies tabs without quoting (``.tsv``) rather than commas.
-        delimiter: The delimiter; None: detected.
-        quoting: The quoting; None: detected.
         header: Whether the first row names the columns; None: detected.
         names: Names of the columns of a file without a header; None: names by position.
         requested: Names of columns that the user requested; a first row with one of them is a header.
@@ -171,7 +169,6 @@ def count_title_rows(rows: Sequence[Sequence[str]], requested: Collection[str] =
     """Count the rows above the header that hold a title in their first cell and nothing else; 0 if there is no header.
 
     Args:
-        rows: The first rows.
         requested: Names of columns that the user requested; a row with one of them is no title.
     """
     count = 0

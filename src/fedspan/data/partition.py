@@ -145,7 +145,6 @@ class Partition:
 
         Args:
             labels: Names of the labels, as in `LoadedData`; empty for examples without classes.
-            dataset: The partitioned data set.
 
         Raises:
             FedspanError: If `dataset` has another number of rows, so it is not the partitioned one.

@@ -38,7 +38,6 @@ def plot_partition(partition: Partition, labels: Sequence[str], dataset: dataset
     Up to twelve labels are drawn as stacked bars, more as a heat map annotated with the counts.
 
     Args:
-        partition: A partition of `dataset`.
         path: Path of the PNG; its folder must exist.
 
     Raises:

@@ -81,12 +81,7 @@ def compute_offer_digest(files: Sequence[BaseFile]) -> str:
 
 
 def find_local_base(name: str, revision: str | None) -> Path | None:
-    """Return the folder of a model on this machine: a folder, or a snapshot in the hub's cache; None: there is none.
-
-    Args:
-        name: ``model.name``.
-        revision: ``model.revision``.
-    """
+    """Return the folder of a model on this machine: a folder, or a snapshot in the hub's cache; None: there is none."""
     if os.path.isdir(os.path.expanduser(name)):
         return Path(name).expanduser()
     from huggingface_hub import try_to_load_from_cache
@@ -136,9 +131,6 @@ def offer_base(server: Path, folder: Path, files: Sequence[BaseFile]) -> Generat
 
     Each run has a file of its own, with a lock beside it, so that several runs can offer one model. The offers of
     processes that were killed, whose locks are free, are deleted.
-
-    Args:
-        files: Files of the model, from ``list_base_files``.
     """
     path = server / OFFERS / f"{compute_offer_digest(files)}.{secrets.token_hex(8)}.json"
     paths = {file.sha256: str((folder / file.name).resolve()) for file in files}

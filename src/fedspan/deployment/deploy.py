@@ -63,7 +63,6 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
     Nothing is sent to the server, so the check does not tell whether the key was admitted.
 
     Args:
-        path: The node file.
         insecure: Whether the node runs without TLS and a key.
 
     Returns:
@@ -240,14 +239,12 @@ def submit(
     Args:
         config: Config of a new run, a YAML file or plain values; ``partition.clients`` is the number of nodes.
         folder: Folder of the run; for a new run, empty or not yet created.
-        link: Connection data of the server.
         overrides: Changes to the config, each ``section.field=value``.
         resume: Whether to continue the run in the folder after its last finished round; a finished run returns its
             report.
         wait: Seconds to wait for all nodes.
         offer: Whether to offer the files of the base model to nodes that have no copy of it; a resumed run offers them
             if it has offered them before.
-        listener: Listener for the events of the run.
 
     Raises:
         FedspanError: If an error occurs that the user can correct.

@@ -213,7 +213,6 @@ def _gather(
     """Invite nodes until as many have joined as there are clients.
 
     Args:
-        wait: Seconds to wait.
         listener: Listener that is told which nodes participate, and why others do not.
         begun: Clients with which a resumed run began, which it needs again; none: any node may participate.
 

@@ -325,7 +325,6 @@ def gather_nodes(
     """Invite nodes until as many have joined as there are clients, or all expected ones have.
 
     Args:
-        wait: Seconds to wait.
         signer: Seals the invitation and opens replies; None: neither.
         expected: Clients of a resumed run, where nodes may join and leave; after the wait the run goes on without those
             that have not joined if others have, and its next round waits for enough.

@@ -57,7 +57,6 @@ class RunUse(UsagePart):
         orders: Digest of its last training order and, after a space, that of the last order of a second exchange since
             then; empty: none yet.
         rounds: Rounds that were trained, and second exchanges of a round beyond its first one.
-        evaluations: Evaluations and exports.
         exchanges: Orders for keys or shares of secure aggregation.
     """
 
@@ -101,7 +100,6 @@ class Account(UsagePart):
         """Compute the epsilon of all releases; infinite if one had no noise.
 
         Args:
-            delta: Delta of the guarantee.
             charges: Privacy cost that is added to theirs.
 
         Raises:

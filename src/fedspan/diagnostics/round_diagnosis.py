@@ -143,11 +143,7 @@ def diagnose_round(
 
     Args:
         federation: The run's. After its last round, one more is run as if the run were longer.
-        progress: The progress before the round.
         held_out: Examples from which those for the losses are drawn.
-        title: Name of the method, for people.
-        seed: Seed of that draw.
-        batch_size: Batch size of evaluation.
         pairs: Largest number of client pairs whose models are joined by a line.
         examples: Largest number of held-out examples on which the losses are measured.
 

@@ -21,8 +21,7 @@ from fedspan.config import RunConfig, load_yaml, override, parse_config, parse_y
 from fedspan.data.images import has_images
 from fedspan.data.multiple_files import has_placeholders, match_paths
 from fedspan.errors import FedspanError
-from fedspan.experiments.series import Step
-from fedspan.experiments.watcher import Watcher
+from fedspan.experiments.series import Step, Watcher
 from fedspan.files import (
     build_temporary_path,
     convert_disk_errors,

@@ -150,7 +150,6 @@ def prepare_model(config: RunConfig, labels: int, architecture: Mapping[str, Any
     """Build the model of a run without its weights.
 
     Args:
-        config: Config of the run.
         labels: Number of classes in the data; ignored by other tasks.
         architecture: A Transformers config as plain values, in place of the named model's.
 
@@ -193,8 +192,6 @@ def plan_run(
     """Plan a run.
 
     Args:
-        config: Config of the run.
-        planned: Model of the run.
         clients: Clients of the federation; None: those of ``partition.clients``.
         examples: Examples of the training set; None: unknown.
         length: Mean tokens of an example; None: as many as the config and the model allow.

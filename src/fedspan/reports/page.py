@@ -35,7 +35,6 @@ class PageContent:
         partition: Name of a run, label counts of its clients, and names of the labels; None if the data are not
             available.
         spectra: Name of a run, and the singular values of its adapter's layers, by layer.
-        diagnoses: Diagnoses by label of the group.
     """
 
     partition: tuple[str, Sequence[ClientRow], Sequence[str]] | None = None

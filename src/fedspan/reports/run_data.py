@@ -29,7 +29,6 @@ class RunData:
 
     Args:
         name: The shortest name of the folder that is unique among the runs on the page.
-        config: Configuration of the run.
         report: Summary of the run; None while it is in progress, or if it was stopped.
         rows: Lines of metrics.jsonl, by round; that of a measured start has round 0.
     """

@@ -45,8 +45,6 @@ def list_cells(
     """Return all cells of a preset at a scale.
 
     Args:
-        preset: The table.
-        scale: ``full`` or ``small``.
         data: Replacement for ``{data}`` in paths; None leaves it.
         model: Replacement for ``{model}`` and ``{image_model}``; None leaves them.
         overrides: Changes to all cells, each ``section.field=value``.

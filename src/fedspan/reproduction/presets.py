@@ -210,8 +210,6 @@ class Preset(PresetPart):
         """Return the values to try at a scale under a protocol.
 
         Args:
-            scale: ``small`` or ``full``.
-            protocol: ``best`` or ``matched``.
             overrides: Changes to all configs, each ``section.field=value``; their fields are not swept.
 
         Raises:

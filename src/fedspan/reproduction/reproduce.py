@@ -21,10 +21,9 @@ from fedspan.errors import FedspanError
 from fedspan.experiments.execution import format_command_line, read_settings, reuse_finished_runs
 from fedspan.experiments.run_comparison import compare
 from fedspan.experiments.run_search import sweep
-from fedspan.experiments.series import compute_deviation, compute_mean
+from fedspan.experiments.series import Watcher, compute_deviation, compute_mean
 from fedspan.experiments.series_bar import open_watcher
 from fedspan.experiments.tables import Table, format_markdown, format_mean, format_megabytes, format_seconds
-from fedspan.experiments.watcher import Watcher
 from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.logs import read_lines
 from fedspan.reports.curves import read_curve

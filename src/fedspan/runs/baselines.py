@@ -85,7 +85,7 @@ def _build_variant(
     training = prepared.federation.training
     changes = {"lr": training.lr if lr is None else lr, "optimizer_state": "keep", "logit_adjustment": 0.0}
     settings = training.model_copy(update=changes)
-    engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, shared_with=prepared.engine)
+    engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, None, shared_with=prepared.engine)
     rounds = replace(config.build_round_settings(), cohort=None, buffered=None)
     federation = simulate(
         config.wrap_method(method, find_new_head(prepared.config, prepared.model)),
@@ -113,7 +113,6 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     Every epoch is saved, and a finished baseline is read instead of trained again.
 
     Args:
-        name: ``local-only`` or ``centralized``.
         folder: The baseline's own folder, inside a run whose lock this process holds.
 
     Returns:

@@ -43,7 +43,6 @@ class Checkpoint:
             their ``commit``.
         inputs: SHA-256 of the run's files that no round changes, by name (``integrity.compute_input_digests``).
         last_replies: Round of the last accepted reply of each client that lost what it stored since then, by client id.
-        open: Orders that asynchronous rounds have sent and that have no reply yet.
     """
 
     state: ServerState

@@ -29,7 +29,6 @@ class FinalScores:
     """Scores of a run's final models.
 
     Args:
-        scores: Scores by part, as in ``RunReport``.
         by_value: Metrics on the held-out examples of each value of ``evaluation.by``.
     """
 

@@ -70,7 +70,9 @@ def run_range_test(prepared: Prepared, default: float) -> RangeTest:
     steps = STEPS if settings.local_steps is None else min(STEPS, settings.local_steps)
     changes = {"local_steps": steps, "schedule": "constant", "warmup_rounds": 0, "cycle_rounds": None}
     short = settings.model_copy(update=changes)
-    engine = make_engine(prepared.config, prepared.engine.adapted, prepared.task, short, shared_with=prepared.engine)
+    engine = make_engine(
+        prepared.config, prepared.engine.adapted, prepared.task, short, None, shared_with=prepared.engine
+    )
     if isinstance(engine, BatchedEngine) and isinstance(main := prepared.engine, BatchedEngine):
         engine.stacking = main.stacking
         # The plan that the test measures is that of the run, which follows.

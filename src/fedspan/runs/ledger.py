@@ -127,7 +127,6 @@ class Ledger:
         """Record a message.
 
         Args:
-            direction: ``down`` or ``up``.
             size: Bytes as serialized (``len(serialization.encode(message))``).
             payload: Bytes of tensor data (``serialization.compute_payload_size(message)``).
         """

@@ -113,7 +113,6 @@ class Link(NamedTuple):
     """The connection data of a server for a node.
 
     Args:
-        address: Address as ``host:port``.
         authority: File with the certificates of the server's authority and order key; None: an insecure connection.
         key: The node's private key; None: a trial without keys.
         limit: Maximum size of a message, in bytes.

@@ -61,7 +61,6 @@ class _Reply:
 
     Args:
         message: The reply; None: there is none, for a reason.
-        reason: The reason.
         upload: Name of the reply at the server, under which another connection continues it.
     """
 

@@ -144,9 +144,6 @@ class Operator:
     def post(self, path: str, content: Any = None, wait: float = 0.0) -> Any:
         """Send a request, and return its answer.
 
-        Args:
-            wait: Seconds for which the answer may wait.
-
         Raises:
             httpx.HTTPError: If the server is unreachable, or refuses.
         """
