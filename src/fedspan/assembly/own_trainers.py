@@ -244,9 +244,6 @@ class TrainerRuns:
 
         Args:
             existing_partition: The partition of a resumed run, which the trainers' numbers of examples must match.
-
-        Raises:
-            FedspanError: If anything in the config does not fit the trainers or their models.
         """
         if self._processes is None:
             return self._load(config, existing_partition, key, stages)

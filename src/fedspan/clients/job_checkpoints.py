@@ -142,9 +142,6 @@ class JobCheckpoints:
         Args:
             order: The order. An order that repeats a round with the same message continues its training.
             number: Number of the job within the order, from 0.
-
-        Raises:
-            FedspanError: If the disk is full or refuses to write.
         """
         key = hashlib.sha256(f"{self.context} {order.key}".encode()).hexdigest()[:32]
         with convert_disk_errors(self.folder, "free some space on the node"):

@@ -94,11 +94,7 @@ class SessionStore(Protocol):
         ...
 
     def store(self, client: str, session: Session) -> None:
-        """Replace the last session by a new one, which is durable on return.
-
-        Raises:
-            FedspanError: If the disk is full or refuses to write.
-        """
+        """Replace the last session by a new one, which is durable on return."""
         ...
 
     def load_sum(self, client: str, model: str) -> Sum | None:
@@ -106,11 +102,7 @@ class SessionStore(Protocol):
         ...
 
     def store_sum(self, client: str, model: str, revealed: Sum) -> None:
-        """Store the sum of a model, which is durable on return.
-
-        Raises:
-            FedspanError: If the disk is full or refuses to write.
-        """
+        """Store the sum of a model, which is durable on return."""
         ...
 
 

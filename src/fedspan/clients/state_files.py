@@ -182,9 +182,6 @@ class StateFolder:
 
         Returns:
             The same states, which are read on access.
-
-        Raises:
-            FedspanError: If the disk is full or refuses to write.
         """
         rounds, changes = self._split_changes(states)
         written = {client: state for client, state in changes.items() if not state.is_empty}

@@ -54,11 +54,7 @@ class ClientStore(FirstExchangeStore, Protocol):
         ...
 
     def store(self, client: str, round: int, state: ClientState, needed: frozenset[int]) -> None:
-        """Store a version; all others except those of the needed rounds may be deleted.
-
-        Raises:
-            FedspanError: If the disk is full or refuses to write.
-        """
+        """Store a version; all others except those of the needed rounds may be deleted."""
         ...
 
 

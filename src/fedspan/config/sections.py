@@ -393,9 +393,6 @@ def fill_dataset_defaults(values: object) -> object:
 
     Args:
         values: Values that are not validated yet; their other mistakes are reported later.
-
-    Raises:
-        FedspanError: If the data set is for another task than the run's.
     """
     if not isinstance(values, Mapping):
         return values

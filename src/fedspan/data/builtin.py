@@ -36,9 +36,6 @@ def find_corpus_file(user_path: str, split: str, field: str) -> Traversable:
     Args:
         user_path: The corpus as the user wrote it, such as ``builtin:patient-messages``.
         field: The option that contains `user_path`; that of the split is ``<field>_split``.
-
-    Raises:
-        FedspanError: If there is no such corpus, or it has no such split.
     """
     name = user_path.removeprefix(PREFIX)
     if name not in CORPORA:

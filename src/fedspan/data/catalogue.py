@@ -134,11 +134,7 @@ def list_datasets() -> tuple[DatasetEntry, ...]:
 
 
 def get_dataset_entry(key: str, field: str) -> DatasetEntry:
-    """Return the entry of a data set.
-
-    Raises:
-        FedspanError: If there is no such data set.
-    """
+    """Return the entry of a data set."""
     catalogue = _load_catalogue()
     if key not in catalogue:
         raise FedspanError(field, key, problem=f"no data set is named {key!r}. {suggest_nearest(key, catalogue)}")

@@ -155,9 +155,6 @@ def read_images(path: Path, user_path: str, option: str) -> datasets.Dataset:
             class, or with one per domain that contains those; a folder with a metadata file of ``imagefolder``
             (``metadata.csv``, ``.jsonl`` or ``.parquet``) with the column ``file_name`` and all others; a folder of
             CIFAR-10's binary batches, or one binary batch of CIFAR-10 or CIFAR-100.
-
-    Raises:
-        FedspanError: If files are missing, damaged or laid out differently.
     """
     try:
         if _IDX.fullmatch(path.name):

@@ -67,9 +67,6 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
 
     Returns:
         What was checked, one line each.
-
-    Raises:
-        FedspanError: For the first thing that is missing or wrong.
     """
     from fedspan.transports.http.node import check_server
 
@@ -245,9 +242,6 @@ def submit(
         wait: Seconds to wait for all nodes.
         offer: Whether to offer the files of the base model to nodes that have no copy of it; a resumed run offers them
             if it has offered them before.
-
-    Raises:
-        FedspanError: If an error occurs that the user can correct.
     """
     require()
     from fedspan.transports.http.admissions import read_admissions

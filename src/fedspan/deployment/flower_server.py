@@ -88,9 +88,6 @@ def write_app(folder: Path, config: str | Path, out: Path, overrides: Sequence[s
         config: The run's YAML file. With ``data``, the app is for Flower's simulation; without, each node has its own.
         out: Folder for the runs' folders, on the machine of the server component.
         overrides: Changes to the config, each ``section.field=value``.
-
-    Raises:
-        FedspanError: If the config is not one for Flower, or the folder cannot be written.
     """
     values = override(read_values(config), overrides)
     simulated = _is_simulated(values)

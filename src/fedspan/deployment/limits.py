@@ -203,9 +203,6 @@ def require_workload(
     Args:
         count_passes: Returns the number of passes by the owner's own trainer, which draws its own batches, in some
             steps, or in some epochs if these are None. None: the config's batches are used.
-
-    Raises:
-        FedspanError: If there are too few examples, or they take too many passes.
     """
     if examples < limits.train_examples:
         problem = "this node has fewer training examples than it needs to participate"
@@ -279,11 +276,7 @@ class OrderTerms:
     digest: str
 
     def require(self, order: Order) -> None:
-        """Check an order.
-
-        Raises:
-            FedspanError: If it differs from what the node computes itself.
-        """
+        """Check an order."""
         rounds = self.config.federation.rounds
         last = {"train": rounds - 1, "second": rounds - 1, "statistics": 0}.get(order.task, rounds)
         if order.round > last:

@@ -241,11 +241,7 @@ class NodeService:
 
 
 def load_invitation(path: Path) -> Invitation:
-    """Load the invitation to a run from its file.
-
-    Raises:
-        FedspanError: If the file is missing or not an invitation.
-    """
+    """Load the invitation to a run from its file."""
     try:
         return Invitation.model_validate_json(read_bytes(path))
     except (ValueError, RecursionError) as error:

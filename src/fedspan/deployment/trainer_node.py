@@ -75,9 +75,6 @@ class TrainerNode:
     Args:
         processes: The processes in which it trains, of which this is rank 0; None: it trains in this one.
         stop: Event that ends the node, set when its processes can train no further order.
-
-    Raises:
-        FedspanError: If the trainer is one that a node cannot have.
     """
 
     def __init__(

@@ -108,11 +108,7 @@ class Account(UsagePart):
         return self._build_spend(delta).compute_worst(_remove_payers(charges))
 
     def add_releases(self, charges: tuple[Charge, ...], limits: NodeLimits) -> tuple[Release, ...]:
-        """Return the releases with those of an order.
-
-        Raises:
-            FedspanError: If they exceed the limit on epsilon.
-        """
+        """Return the releases with those of an order."""
         if limits.epsilon is not None and (cost := self.compute_epsilon(limits.delta, charges)) > limits.epsilon:
             raise FedspanError("limits.epsilon", limits.epsilon, f"at least {cost:.4g}, with this order")
         spend = self._build_spend(limits.delta)
@@ -222,11 +218,7 @@ class UsageBook:
         return sorted(self._load()[0].values(), key=lambda account: (account.server, account.data))
 
     def get_account(self) -> Account:
-        """Return what the node's server has used of the node's data.
-
-        Raises:
-            FedspanError: If the book is missing, damaged or not the newest version.
-        """
+        """Return what the node's server has used of the node's data."""
         return self._load()[0].get(self._key, self._new)
 
     def require_run(self, run: str, rounds: int) -> None:

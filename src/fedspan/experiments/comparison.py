@@ -189,9 +189,6 @@ def plan_comparison(
         methods: Registry keys; ``fedit+fedprox`` adds a wrapper around those of the config.
         overrides_for: ``section.field=value`` for one method, by its key.
         against: The reference row; None: the first method.
-
-    Raises:
-        FedspanError: If the input is invalid in a way that the user can correct.
     """
     if not methods:
         raise FedspanError(

@@ -71,9 +71,6 @@ def parse_space(over: Mapping[str, str | Sequence[Any]]) -> dict[str, Range | tu
 
     Args:
         over: Values by path in the config, or a string such as ``4,8`` or ``1e-4..1e-1``.
-
-    Raises:
-        FedspanError: If there is nothing to try, or a string is neither a list of values nor a valid range.
     """
     if not over:
         raise FedspanError("--over", None, "at least one field with values to try, such as training.lr=1e-4,1e-3")
@@ -185,11 +182,7 @@ def plan_sweep(
     rounds: int | None,
     seeds: Sequence[int],
 ) -> Sweep:
-    """Plan the runs of a sweep and validate every config.
-
-    Raises:
-        FedspanError: If the input is invalid in a way that the user can correct.
-    """
+    """Plan the runs of a sweep and validate every config."""
     base = parse_config(values)
     seeds = validate_seeds(seeds)
     first, several = seeds[0], len(seeds) > 1

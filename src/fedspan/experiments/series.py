@@ -53,11 +53,7 @@ class Step:
 
 
 def validate_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
-    """Validate the seeds of a series.
-
-    Raises:
-        FedspanError: If there are no seeds, or one is invalid or duplicated.
-    """
+    """Validate the seeds of a series."""
     if not seeds:
         raise FedspanError("--seeds", [], "at least one whole number, such as 0,1,2")
     for position, seed in enumerate(seeds):

@@ -223,11 +223,7 @@ class NodeArrivals:
 
 
 class RecordedArrivals:
-    """Arrivals of an earlier run.
-
-    Raises:
-        FedspanError: If the record does not fit the federation.
-    """
+    """Arrivals of an earlier run."""
 
     def __init__(
         self,

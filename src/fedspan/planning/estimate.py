@@ -380,11 +380,7 @@ def _get_speed(
 
 
 def get_known_labels(config: RunConfig) -> int:
-    """Return the number of classes in the data of a config; 0 if the task has none.
-
-    Raises:
-        FedspanError: If neither the config nor the catalogue gives the number.
-    """
+    """Return the number of classes in the data of a config; 0 if the task has none."""
     if not get_task(config.task).has_labels:
         return 0
     data, entry = config.data, _get_entry(config)

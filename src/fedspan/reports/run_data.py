@@ -97,11 +97,7 @@ class RunData:
 
 
 def read_runs(folders: Sequence[str | Path]) -> tuple[RunData, ...]:
-    """Read the runs in some folders; a folder of a series (compare, sweep, reproduce) stands for all runs below it.
-
-    Raises:
-        FedspanError: If a folder holds no run, or a file of a run is malformed.
-    """
+    """Read the runs in some folders; a folder of a series (compare, sweep, reproduce) stands for all runs below it."""
     resolved: dict[Path, None] = {}
     for folder in folders:
         path = Path(folder)

@@ -211,9 +211,6 @@ class Preset(PresetPart):
 
         Args:
             overrides: Changes to all configs, each ``section.field=value``; their fields are not swept.
-
-        Raises:
-            FedspanError: If the preset has no such protocol at this scale.
         """
         if protocol == "best":
             candidates = self.get_sweep(scale)
@@ -291,11 +288,7 @@ def _drop_none(values: Values) -> Values:
 
 @cache
 def load_preset(id: str) -> Preset:
-    """Return a preset.
-
-    Raises:
-        FedspanError: If the id is unknown, or its file does not fit the schema.
-    """
+    """Return a preset."""
     ids = [name for name in _read_texts() if not name.startswith("_")]
     if id not in ids:
         raise FedspanError("ID", id, problem=f"no preset is named {id!r}. {suggest_nearest(id, ids)}")

@@ -50,8 +50,6 @@ _SETTINGS = {
     "seeds": (list, type(None)),
     "protocol": str,
 }
-_LATER: dict[str, Any] = {"reuse": [], "seeds": None, "protocol": "best"}
-"""Settings that earlier versions did not write."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +195,7 @@ def resume_reproduction(
     Raises:
         FedspanError: If no reproduction was started in the folder, or for the reasons of ``reproduce``.
     """
-    settings = read_settings(Path(folder), REPRODUCE, _SETTINGS, _LATER)
+    settings = read_settings(Path(folder), REPRODUCE, _SETTINGS)
     existing = [path for path in settings["reuse"] if Path(path).is_dir()]  # other runs are rerun
     with open_watcher(listener, progress) as watcher:
         return _run({**settings, "reuse": existing}, Path(folder), watcher)
@@ -252,7 +250,7 @@ def _open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not path.is_file())):
         raise FedspanError("folder", str(folder), problem=f"{str(folder)!r} holds other files. Choose another folder")
     if path.is_file():
-        stored = read_settings(folder, REPRODUCE, _SETTINGS, _LATER)
+        stored = read_settings(folder, REPRODUCE, _SETTINGS)
         for name in ("id", "scale", "overrides", "protocol"):
             if stored[name] != settings[name]:
                 raise FedspanError(

@@ -111,11 +111,7 @@ def read_totals(path: Path) -> Totals:
 
 
 class Ledger:
-    """Records every message of a run as it is sent.
-
-    Raises:
-        FedspanError: If the file is damaged or cannot be opened.
-    """
+    """Records every message of a run as it is sent."""
 
     def __init__(self, path: Path) -> None:
         self.totals = read_totals(path)

@@ -130,22 +130,14 @@ class Link(NamedTuple):
     tls_authority: Path | None = None
 
     def create_signer(self) -> NodeSigner | UnsignedSigner:
-        """Return the signer of this node: with keys, only orders that the server signed are carried out.
-
-        Raises:
-            FedspanError: If the authority's file has no valid certificate of an order key.
-        """
+        """Return the signer of this node: with keys, only orders that the server signed are carried out."""
         if self.key is None or self.authority is None:
             return UnsignedSigner()
         return NodeSigner(self.key, self.authority)
 
 
 def open_client(link: Link) -> httpx.Client:
-    """Open connections to a server, through a proxy if there is one.
-
-    Raises:
-        FedspanError: If a file of certificates is not one.
-    """
+    """Open connections to a server, through a proxy if there is one."""
     verify: ssl.SSLContext | bool = False
     if link.authority is not None:
         path = link.tls_authority or link.authority

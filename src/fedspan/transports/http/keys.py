@@ -136,11 +136,7 @@ def _require_no_certificates(folder: Path) -> None:
 
 
 def list_certified_hosts(folder: Path) -> list[str]:
-    """Return the host names and addresses for which a server's certificate is valid.
-
-    Raises:
-        FedspanError: If the file is not a certificate.
-    """
+    """Return the host names and addresses for which a server's certificate is valid."""
     path = folder / CERTIFICATE
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
@@ -374,9 +370,6 @@ def load_order_keys(path: Path) -> list[ec.EllipticCurvePublicKey]:
     Args:
         path: File with the certificates of authorities and of their order keys: one of each, or two while the server's
             certificates are renewed.
-
-    Raises:
-        FedspanError: If the file has no valid certificate of an order key.
     """
     expected = f"the {AUTHORITY} that fedspan server wrote"
     keys: list[ec.EllipticCurvePublicKey] = []

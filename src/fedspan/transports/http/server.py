@@ -107,11 +107,7 @@ def is_prepared(folder: Path) -> bool:
 
 
 def read_link(folder: Path) -> ServerLink:
-    """Return the connection data of a server for its own machine.
-
-    Raises:
-        FedspanError: If no server was ever started with the folder.
-    """
+    """Return the connection data of a server for its own machine."""
     try:
         description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
         port, insecure = int(description["port"]), bool(description["insecure"])

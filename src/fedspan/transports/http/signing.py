@@ -108,9 +108,6 @@ class ServerSigner:
     Args:
         nodes: Returns the public keys of the admitted nodes in OpenSSH's format, by id. It is called for every reply,
             so that a revoked key counts no longer.
-
-    Raises:
-        FedspanError: If the folder has no order key.
     """
 
     def __init__(self, folder: Path, nodes: Callable[[], Mapping[int, bytes]]) -> None:
@@ -167,9 +164,6 @@ class NodeSigner:
 
     Args:
         authority: File with the certificates of the authority and of the order key, from the server's operator.
-
-    Raises:
-        FedspanError: If the file has no valid certificate of an order key.
     """
 
     def __init__(self, key: ec.EllipticCurvePrivateKey, authority: Path) -> None:
