@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -13,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from fedspan.clients.host import Host
@@ -21,40 +18,9 @@ from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Message
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
+from fedspan.transports.ray.adapter import own_token
 from fedspan.transports.ray.sharing import enter_shared_or_new
 from fedspan.transports.ray.worker import BaseVersion, ClusterWorker
-
-_MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
-
-
-@contextmanager
-def own_token() -> Generator[None]:
-    """Protect a Ray cluster that starts within this context with a random token.
-
-    Only this process and its children know the token, so nothing else can connect. If the user has set an
-    authentication mode, or if this process is connected to Ray already, the context changes nothing.
-    """
-    if _MODE in os.environ or ray.is_initialized():
-        yield
-        return
-    before = os.environ.get(_TOKEN)
-    os.environ.update({_MODE: "token", _TOKEN: secrets.token_hex(32)})
-    _read_again()
-    try:
-        yield
-    finally:
-        del os.environ[_MODE]
-        if before is None:
-            del os.environ[_TOKEN]
-        else:
-            os.environ[_TOKEN] = before
-        _read_again()
-
-
-def _read_again() -> None:
-    AuthenticationTokenLoader.instance().reset_cache()
-    Config.initialize("")
-
 
 T = TypeVar("T")
 
