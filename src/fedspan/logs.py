@@ -40,7 +40,6 @@ class Position(NamedTuple):
 
 
 EMPTY = Position(0, "0" * 64)
-"""The position of a log without lines."""
 
 
 def encode_chain_line(head: str, row: Mapping[str, object]) -> tuple[str, bytes]:

@@ -16,7 +16,6 @@ from Crypto.Protocol.SecretSharing import Shamir
 _HALF = 16
 _NUMBER = 2
 SHARE = _NUMBER + 2 * _HALF
-"""Bytes of a share."""
 
 _TOP = 1 << 128
 _POLYNOMIAL = _TOP | 0x87

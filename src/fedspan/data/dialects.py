@@ -19,7 +19,6 @@ Quoting = Literal["double", "single", "none"]
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "pipes"}
 _CHARACTERS: dict[Quoting, str] = {"double": '"', "single": "'"}
 _ROWS = 1000
-"""Number of rows that are inspected."""
 _LONGEST = 65536
 """Maximum length of a row in characters; beyond it the sample ends, because a quote is not closed."""
 _EXCEL_LINE = re.compile(r"sep=(.)\r?\n")
@@ -36,7 +35,6 @@ class Dialect:
     header: bool
     """Whether the first row names the columns."""
     names: tuple[str, ...]
-    """Names of the columns."""
     skip: int = 0
     """Number of bytes in UTF-8 before the first row (Excel's line ``sep=;``, title rows)."""
     titles: tuple[str, ...] = ()

@@ -35,7 +35,6 @@ IMAGES = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 _IDX = re.compile(r"(.*)images([.-]idx3-ubyte(\.gz)?)")
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-"""Suffixes of image files."""
 _IDX_BYTES = 1 << 31
 """Maximum number of pixels or labels that an idx file may declare: 2 GiB, four times EMNIST."""
 MAX_PIXELS = 50_000_000

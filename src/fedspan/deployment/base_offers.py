@@ -50,7 +50,6 @@ _NAMES = {
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_NAME = re.compile(r"(?!adapter)[A-Za-z0-9][A-Za-z0-9._-]{0,119}\.safetensors")
 MOST_FILES = 256
-"""Maximum number of files of a base model."""
 
 
 def _require_accepted(name: str) -> str:

@@ -127,7 +127,6 @@ def _remove_payers(charges: tuple[Charge, ...]) -> tuple[Charge, ...]:
 
 
 BOOK = "budget.json"
-"""The book in a node's folder."""
 
 _HISTORY = (AUDIT, "jobs", "*/invitation.json")
 """What shows in a node's folder that it has answered a server before."""

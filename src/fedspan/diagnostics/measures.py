@@ -115,11 +115,8 @@ class MeasureSummary:
 
     measure: Measure
     mean: float
-    """Mean over the layers."""
     minimum: float
-    """Minimum over the layers."""
     maximum: float
-    """Maximum over the layers."""
     worst: str | None
     """Name of the layer at the problematic end; None for a measure without such an end."""
 

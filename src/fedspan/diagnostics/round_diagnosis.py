@@ -43,9 +43,7 @@ class ClientTraining:
     """One client's training."""
 
     first: Job
-    """The client's first job of the round."""
     last: Job
-    """The client's last job of the round."""
     trained: Trained
 
 

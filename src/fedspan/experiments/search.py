@@ -166,9 +166,7 @@ class Sweep:
     metric: str
     """The metric by which the best trial is selected."""
     seeds: tuple[int, ...]
-    """Seeds of every trial."""
     values: tuple[Mapping[str, Any], ...]
-    """The values of every trial, by path."""
     configs: tuple[RunConfig, ...]
     """The final config of every trial, with the rounds, seed and baselines of the original config."""
     steps: tuple[Step, ...]

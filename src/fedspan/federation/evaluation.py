@@ -27,7 +27,6 @@ from fedspan.training.batching import ModelInputs
 from fedspan.training.engine import Predictor
 
 Metrics = Mapping[str, float]
-"""Metrics by name."""
 
 
 @dataclass(frozen=True)

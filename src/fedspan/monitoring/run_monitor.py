@@ -33,9 +33,7 @@ _MAX_INTEGER = 1 << 53
 _MAX_POINTS = 400
 """Points of a curve that the page receives; longer curves are thinned out."""
 MAX_CLIENTS = 500
-"""Clients that the page lists."""
 _MAX_FAILURES = 50
-"""Newest failures that the page lists."""
 
 
 def clean_text(text: object, limit: int = _MAX_TEXT) -> str:

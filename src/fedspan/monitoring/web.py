@@ -39,7 +39,6 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-"""Headers of every response."""
 
 _ASSETS = {
     "/": ("index.html", "text/html"),

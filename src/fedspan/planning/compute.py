@@ -62,7 +62,6 @@ class Compute:
     """FLOPs of an example's hidden states at the end of the model's frozen prefix, which a client stores for all later
     passes; 0 without such a prefix or without room for them, where ``example`` includes all FLOPs."""
     step: int
-    """FLOPs of an optimizer step."""
     client: int | None
     """FLOPs of a client's round (of the mean client, if clients differ), without ``once``; None if its number of
     examples is unknown."""
@@ -208,7 +207,6 @@ class LocalTraining:
     """Cost of the clients' training."""
 
     compute: Compute
-    """FLOPs of the training."""
     activations: int
     """Peak bytes of a pass of a batch of the longest examples, without gradients."""
     cache: int
@@ -270,7 +268,6 @@ class PassCost:
     """Cost of one pass of a batch."""
 
     forward: int
-    """FLOPs of the forward pass."""
     backward: int
     """FLOPs of the backward pass, those of recomputed activations included."""
     peak: int

@@ -39,9 +39,7 @@ class ClientMemory:
     adapter: int
     """Bytes of the method's tensors of the target layers, and of the extras."""
     gradients: int
-    """Bytes of the gradients."""
     optimizer: int
-    """Bytes of the optimizer's moments."""
     activations: int
     """Peak bytes of a forward and backward pass of a batch of examples of the maximum length; fused attention on a GPU
     stores less."""
@@ -143,7 +141,6 @@ class PlannedModel:
     base: int
     """Bytes of the frozen model in its format."""
     passes: PlannedPasses
-    """Costs of its passes."""
 
 
 def prepare_model(config: RunConfig, labels: int, architecture: Mapping[str, Any] | None = None) -> PlannedModel:

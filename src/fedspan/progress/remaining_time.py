@@ -29,7 +29,6 @@ STAGES: Mapping[StageName, str] = {
     "diagnostics": "diagnostics of the round",
     "export": "exporting",
 }
-"""The stages in words."""
 
 
 def describe_stage(stage: Stage) -> str:

@@ -57,21 +57,14 @@ class Reproduction:
     """A reproduced table; ``table.md`` and ``table.json`` in its folder have the same content."""
 
     id: str
-    """Id of the preset."""
     scale: Scale
-    """Scale of the reproduction."""
     seeds: tuple[int, ...]
-    """Seeds of every row."""
     scores: tuple[CellScore, ...]
-    """Scores of all rows in all cells."""
     verdicts: tuple[Judged, ...]
     """Verdicts on the paper's statements."""
     folder: str
-    """Folder with the runs."""
     settings: Table
-    """Table of the settings of the cells."""
     protocol: Protocol = "best"
-    """Protocol of the swept values (``reproduce``)."""
 
     def build_table(self) -> Table:
         """Tabulate the scores for people to read."""

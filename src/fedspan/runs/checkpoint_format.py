@@ -24,7 +24,6 @@ from fedspan.run_folder import RunFolder
 from fedspan.runs.selection import Selection
 
 FORMAT = 7
-"""Version of checkpoint.json."""
 
 
 _STATE, _CLIENTS, _ORDERS, _INDEX = "state.safetensors", "clients.json", "orders.json", "checkpoint.json"

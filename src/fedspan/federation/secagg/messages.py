@@ -104,7 +104,6 @@ class Agreement(HeaderPart):
     """Digest of the config that the server sent to all nodes; empty in a simulation."""
     task: Literal["train", "second", "statistics"]
     round: Count
-    """Number of the round, from 0."""
     lr: Annotated[float, Field(ge=0)]
     model: _Digest
     """SHA-256 of the order's message, which is the same for all clients."""

@@ -47,7 +47,6 @@ SOON = 30.0
 """Days before the end of a certificate, or of an admission, from which on commands warn."""
 
 SEALING_BYTES = 32
-"""Size of a sealing key."""
 _JOIN, _SEALING = b"fedspan join 1", b"fedspan sealing key 1"
 _DAYS = 730
 _NEXT = "next"

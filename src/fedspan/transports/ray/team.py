@@ -27,7 +27,6 @@ T = TypeVar("T")
 MAX_LOSSES = 2
 """Number of workers that may die during one piece of work; after one more, the piece counts as failed."""
 _MAX_RESTARTS = 3
-"""Number of times that a worker that died is restarted in a run."""
 _LOST = (NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError)
 
 
