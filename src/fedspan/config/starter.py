@@ -79,10 +79,6 @@ def write_starter_config(
         clients: Number of clients if the rows are partitioned at random; None: 10, or fewer if the examples are few.
         model: Hub id or folder of the model; None: a small one for the task.
         options: Further fields of the section ``data``: ``{"delimiter": ";"}``.
-
-    Raises:
-        FedspanError: If the data can't be read, columns are missing or can't be inferred, the examples can't be
-            partitioned as requested, or the config's file exists.
     """
     path = Path(out)
     if path.exists() and not force:

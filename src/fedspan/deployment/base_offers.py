@@ -97,9 +97,6 @@ def list_base_files(folder: Path) -> list[BaseFile]:
     """Return the files of a model that a server can offer, with their hashes: no others that lie in its folder.
 
     The weights are ``model.safetensors``, or else the files that its index names.
-
-    Raises:
-        FedspanError: If the folder has no weights in safetensors, or nodes would not accept its files.
     """
     names = sorted(name for name in _NAMES if (folder / name).is_file())
     try:

@@ -92,7 +92,7 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
 
 
 def _build_link(node: NodeConfig, *, insecure: bool) -> Link:
-    from fedspan.transports.http.client import Bandwidth, Link
+    from fedspan.transports.http.client import Link
     from fedspan.transports.http.keys import load_node_key
 
     key = None if insecure or node.key is None else load_node_key(Path(node.key))
@@ -101,7 +101,7 @@ def _build_link(node: NodeConfig, *, insecure: bool) -> Link:
         None if mbit is None else mbit * _MBIT_BYTES for mbit in (node.bandwidth.up_mbit, node.bandwidth.down_mbit)
     )
     tls_authority = None if node.tls_authority is None else Path(node.tls_authority)
-    return Link(node.server, authority, key, node.limits.message_bytes, Bandwidth(up, down), node.proxy, tls_authority)
+    return Link(node.server, authority, key, node.limits.message_bytes, up, down, node.proxy, tls_authority)
 
 
 def _check_examples(node: NodeConfig) -> list[str]:

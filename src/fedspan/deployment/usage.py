@@ -209,11 +209,7 @@ class UsageBook:
         link_marker(self.marker, old)
 
     def list_accounts(self) -> list[Account]:
-        """Return what each server has used of each data set, sorted by both names.
-
-        Raises:
-            FedspanError: If the book is missing, damaged or not the newest version.
-        """
+        """Return what each server has used of each data set, sorted by both names."""
         return sorted(self._load()[0].values(), key=lambda account: (account.server, account.data))
 
     def get_account(self) -> Account:

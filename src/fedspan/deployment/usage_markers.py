@@ -41,9 +41,6 @@ def continue_book(key: Path, old: Path) -> None:
     Args:
         key: File of the node's new private key.
         old: File of the key that it replaces; the node's folder if it had no key.
-
-    Raises:
-        FedspanError: If the old key has no book, or the disk cannot be written.
     """
     require_book(old)
     link_marker(build_budget_marker(key), old)

@@ -149,9 +149,6 @@ def prepare_model(config: RunConfig, labels: int, architecture: Mapping[str, Any
     Args:
         labels: Number of classes in the data; ignored by other tasks.
         architecture: A Transformers config as plain values, in place of the named model's.
-
-    Raises:
-        FedspanError: If the model has no config, or target layers do not exist.
     """
     names = config.data.labels or [str(number) for number in range(labels)]
     adapted = build_empty_model(config, tuple(names), architecture)

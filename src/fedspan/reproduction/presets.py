@@ -296,11 +296,7 @@ def load_preset(id: str) -> Preset:
 
 
 def read_preset(values: Mapping[str, Any], name: str) -> Preset:
-    """Read a preset from plain values.
-
-    Raises:
-        FedspanError: If a value is invalid; it names the first mistake, prefixed with ``name``.
-    """
+    """Read a preset from plain values."""
     with convert_validation_errors(name, Preset):
         return Preset.model_validate(values)
 

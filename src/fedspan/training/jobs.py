@@ -38,6 +38,9 @@ class Privacy:
     """Whether the key is secret; if so, noise also depends on what it is added to, so that it is never reused."""
 
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class TrainingSettings(Section):
     """Local training of one client in one round: the config section ``training``."""
 
@@ -57,7 +60,7 @@ class TrainingSettings(Section):
     """Rounds after which a schedule restarts."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
     """Momentum of SGD."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     """Betas of AdamW."""
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
     """Epsilon of AdamW."""
@@ -99,13 +102,6 @@ class TrainingSettings(Section):
     """As checkpoint_steps, after a number of minutes; with both, whichever comes first."""
     group_by_length: bool = True
     """Put texts of similar length into a batch, which reduces padding."""
-
-    @field_validator("betas")
-    @classmethod
-    def _validate_betas(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in value):
-            raise ValueError("two numbers from 0 to below 1")
-        return value
 
     @field_validator("lr", mode="before")
     @classmethod
