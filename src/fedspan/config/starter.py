@@ -94,7 +94,7 @@ def write_starter_config(
     try:
         inferred = infer_data(rows, str(data), task, columns)
     except FedspanError as error:
-        note = _describe_detected(rows)
+        note = f"Detected in {rows.name}: {'; '.join(rows.notes)}. {_SET_NOTE}" if rows.notes else ""
         if len(rows.dataset.column_names) == 1:
             note = f"{rows.name} has a single column: --set data.delimiter names another separator of columns. {note}"
         raise error.relocate(note=note) from error
@@ -189,10 +189,6 @@ def _is_header_refused(section: Mapping[str, Any]) -> bool:
     except FedspanError as error:  # another error is reported when all examples are read
         return error.field == "data.header"
     return False
-
-
-def _describe_detected(rows: Source) -> str:
-    return f"Detected in {rows.name}: {'; '.join(rows.notes)}. {_SET_NOTE}" if rows.notes else ""
 
 
 def _describe_blanks(rows: Source, column: str | None) -> str:

@@ -35,7 +35,8 @@ def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None 
     table, invalid_lines = _parse(content, dialect, skip_invalid=config.invalid == "skip" or not is_complete)
     if invalid_lines and not len(table):  # no row matches the header: the error of the first one describes the problem
         _parse(content, dialect, skip_invalid=False)
-    table = table.rename_columns(_fill_names(table.column_names))
+    names = [name.strip() or f"column_{number}" for number, name in enumerate(table.column_names, start=1)]
+    table = table.rename_columns(names)
     notes = _describe_format(encoding, kind, dialect, config)
     # A sample that ends inside a quoted text ends in one malformed row, which is not an error in the file.
     positions = None if not invalid_lines or not is_complete else _list_valid_rows(len(table), invalid_lines)
@@ -102,11 +103,6 @@ def _parse(content: bytes, dialect: Dialect, *, skip_invalid: bool) -> tuple[pa.
     # Everything as text: a type guessed from the content would turn the label 01 into 1 and the text NA into a null.
     convert = pyarrow.csv.ConvertOptions(column_types={name: pa.string() for name in names})
     return pyarrow.csv.read_csv(pa.BufferReader(buffer), read_options, parse, convert), invalid_lines
-
-
-def _fill_names(names: Sequence[str]) -> list[str]:
-    """Strip the names; name columns without a name by their position."""
-    return [name.strip() or f"column_{number}" for number, name in enumerate(names, start=1)]
 
 
 def _list_valid_rows(rows: int, invalid_lines: Sequence[int]) -> list[int]:

@@ -205,7 +205,8 @@ def has_header(rows: Sequence[Sequence[str]], requested: Collection[str] = ()) -
     if list(first) == [str(number) for number in range(len(first))]:  # the names that pandas assigns to unnamed columns
         return True
     evidence = _weigh_names(first, body)
-    return evidence > 0 or (evidence == 0 and not any(map(_is_sentence, first)))
+    has_sentence = any(len(text) > 25 and len(text.split()) >= 5 for text in first)
+    return evidence > 0 or (evidence == 0 and not has_sentence)
 
 
 def _weigh_names(first: Sequence[str], body: Sequence[Sequence[str]]) -> int:
@@ -261,7 +262,3 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_sentence(text: str) -> bool:
-    return len(text) > 25 and len(text.split()) >= 5

@@ -53,7 +53,7 @@ MOST_FILES = 256
 
 
 def _require_accepted(name: str) -> str:
-    if not _is_accepted(name):
+    if name not in _NAMES and _WEIGHTS_NAME.fullmatch(name) is None:
         raise ValueError("a file of weights in safetensors, of a config or of a tokenizer")
     return name
 
@@ -115,10 +115,6 @@ def list_base_files(folder: Path) -> list[BaseFile]:
         path = folder / name
         files.append(BaseFile(name=name, size=path.stat().st_size, sha256=compute_sha256(path)))
     return files
-
-
-def _is_accepted(name: str) -> bool:
-    return name in _NAMES or _WEIGHTS_NAME.fullmatch(name) is not None
 
 
 @contextmanager

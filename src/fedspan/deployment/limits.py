@@ -142,7 +142,8 @@ def _list_sizes(config: RunConfig, invitation: Invitation, limits: NodeLimits) -
     yield "training.local_steps", (training.local_steps or 1) * training.gradient_accumulation_steps, limits.steps
     yield "model.max_length", config.model.max_length, limits.tokens
     yield "model.image_size", config.model.image_size or 0, limits.image_size
-    yield "method.r", _get_rank_option(config), limits.rank
+    rank = config.method.options.get("r", 1)
+    yield "method.r", rank if isinstance(rank, int) else 1, limits.rank
     ranks = (invitation.read_values().get("federation") or {}).get("ranks")
     yield "federation.ranks", max(_list_whole_numbers(ranks), default=0) if ranks else 0, limits.rank
     options = [config.method.options, *(method_options.options for method_options in config.method.wrappers)]
@@ -152,11 +153,6 @@ def _list_sizes(config: RunConfig, invitation: Invitation, limits: NodeLimits) -
                 yield "method.steps", value * training.gradient_accumulation_steps, limits.steps
             else:
                 yield f"method.{name}", value, _LARGEST_OPTION
-
-
-def _get_rank_option(config: RunConfig) -> int:
-    value = config.method.options.get("r", 1)
-    return value if isinstance(value, int) else 1
 
 
 def _list_whole_numbers(value: Any) -> Iterator[int]:

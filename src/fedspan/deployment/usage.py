@@ -185,7 +185,8 @@ class UsageBook:
         if marked not in (None, FIRST, read_marker_text(self.marker)):  # from here on, the replaced key may be deleted
             write_marker(self.marker, marked)
         is_first = marked == FIRST or (marked is None and not self._has_key)
-        if is_first and not self.path.exists() and not self._has_history():
+        history = (next(self.path.parent.glob(pattern), None) for pattern in _HISTORY)
+        if is_first and not self.path.exists() and not any(history):
             self._store({}, FIRST)
 
     def restart(self) -> None:
@@ -356,9 +357,6 @@ class UsageBook:
         if not isinstance(self._source, str) or self._source == FROM_TRAINERS:
             return None
         return compute_content_digest(self._source, "data.train")
-
-    def _has_history(self) -> bool:
-        return any(next(self.path.parent.glob(pattern), None) is not None for pattern in _HISTORY)
 
     def _load(self, marker: Path | None = None) -> tuple[dict[str, Account], str]:
         """Return the accounts and the digest of the book, checked against a marker; None: the node's own."""

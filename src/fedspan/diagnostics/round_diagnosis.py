@@ -309,7 +309,8 @@ class _RoundModels:
     def _compute_moment_mismatch(self, name: str) -> float | None:
         """Return the mean mismatch of the second moments of a layer's tensors; None where there are none."""
         seconds = {
-            id: local.trained.optimizer_state.moments.get("exp_avg_sq", {}) for id, local in self._sort_records()
+            id: local.trained.optimizer_state.moments.get("exp_avg_sq", {})
+            for id, local in sorted(self.training.items())
         }
         slots = [select_slots(moments, name) for moments in seconds.values()]
         shared = set.intersection(*(set(moments) for moments in slots)) if slots else set[str]()
@@ -321,6 +322,3 @@ class _RoundModels:
             if len({moments[slot].shape for moments in slots}) == 1
         ]
         return sum(gaps) / len(gaps) if gaps else None
-
-    def _sort_records(self) -> list[tuple[str, ClientTraining]]:
-        return sorted(self.training.items())

@@ -7,7 +7,6 @@ further ones.
 from __future__ import annotations
 
 import bisect
-import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
@@ -207,7 +206,9 @@ class NodeArrivals:
         Clients that are offline, or were silent until their last deadline, receive orders but do not count.
         """
         while sent := self._add_orders(attempt):
-            orders = Orders("train", sent, functools.partial(self._create_sent_order, sent), self._compute_reply_bytes)
+            orders = Orders(
+                "train", sent, lambda id, sent=sent: self._create_order(sent[id]), self._compute_reply_bytes
+            )
             deadline = self._context.rules.deadline
             self._transport.send_orders(orders, deadline, wait_for_offline=attempt > 0)
 
@@ -217,9 +218,6 @@ class NodeArrivals:
             id = clients.draw_client()
             sent[id] = clients.add_order(id, attempt)
         return sent
-
-    def _create_sent_order(self, sent: Mapping[str, OpenOrder], id: str) -> Envelope:
-        return self._create_order(sent[id])
 
 
 class RecordedArrivals:

@@ -298,8 +298,12 @@ def plan_configs(
     """
     first = next(iter(configs.values()))
     clients, examples, labels = _collect_facts(first, clients, examples, labels)
-    _require_device(device, utilization)
-    model = prepare_model(_set_device(first, device), labels, architecture)
+    has_gpu = device not in (None, HERE)
+    if utilization is not None and not has_gpu:
+        raise FedspanError("--utilization", utilization, problem="it needs the name of a GPU (--device; device=)")
+    # The attention implementation of clients with a GPU may differ from this machine's.
+    changes = {"device": "cuda"} if has_gpu and first.device == "auto" else {}
+    model = prepare_model(first.model_copy(update=changes), labels, architecture)
     plans: dict[str, Plan | FedspanError] = {}
     speed: DeviceSpeed | None = None
     for name, config in configs.items():
@@ -345,17 +349,6 @@ def _count_local(config: RunConfig) -> tuple[int, int, int] | None:
     if config.partition.partitioner == "natural":
         clients = len(partition(data.train, config.partition, config.data_seed, groups=data.groups).clients)
     return clients, len(data.train), len(data.labels) if get_task(config.task).has_labels else 0
-
-
-def _require_device(device: str | None, utilization: float | None) -> None:
-    if utilization is not None and device in (None, HERE):
-        raise FedspanError("--utilization", utilization, problem="it needs the name of a GPU (--device; device=)")
-
-
-def _set_device(config: RunConfig, device: str | None) -> RunConfig:
-    """Return the config for clients with a GPU of the table, where the attention implementation may differ."""
-    has_gpu = device not in (None, HERE) and config.device == "auto"
-    return config.model_copy(update={"device": "cuda"}) if has_gpu else config
 
 
 def _get_speed(

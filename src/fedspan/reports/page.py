@@ -210,17 +210,15 @@ def _render_configuration(groups: Sequence[RunGroup]) -> str:
     differing = list_distinguishing_settings(first)
     parts: list[str] = []
     if len(groups) > 1:
-        rows = [(path, *(_format(value) for value in values)) for path, values in differing.items()]
+        rows = [
+            (path, *("-" if value is None else str(value) for value in values)) for path, values in differing.items()
+        ]
         head = ("what differs", *(group.label for group in groups))
         parts.append(_render_table(head, rows) if rows else "<p>All runs have one configuration.</p>")
     for group in groups:
         text = json.dumps(group.runs[0].config.model_dump(mode="json"), indent=1, ensure_ascii=False)
         parts.append(_render_details(group.label, f"<pre>{html.escape(text)}</pre>"))
     return "".join(parts)
-
-
-def _format(value: object) -> str:
-    return "-" if value is None else str(value)
 
 
 def _render_details(title: str, content: str) -> str:

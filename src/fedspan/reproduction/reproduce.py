@@ -97,14 +97,10 @@ class Reproduction:
             columns = [score.by_value.get(value, ()) for value in values]
             means = [compute_mean(seed_scores) for seed_scores in zip(*columns, strict=False)]
             cells = [*columns, means]
-            rows.append((score.cell, score.method, *(_format_seeds(score.metric, cell) for cell in cells)))
+            texts = (format_mean(score.metric, compute_mean(cell), compute_deviation(cell)) for cell in cells)
+            rows.append((score.cell, score.method, *texts))
         notes = ("Scores on the held-out examples of each value, and their mean, in which each value counts alike.",)
         return Table(("cell", "method", *values, "mean"), tuple(rows), None, notes)
-
-
-def _format_seeds(metric: str, values: Sequence[float | None]) -> str:
-    """Format the mean and the deviation over the seeds; a dash if a value is missing."""
-    return format_mean(metric, compute_mean(values), compute_deviation(values))
 
 
 def reproduce(
