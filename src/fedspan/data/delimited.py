@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -39,7 +38,9 @@ def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None 
     table = table.rename_columns(names)
     notes = _describe_format(encoding, kind, dialect, config)
     # A sample that ends inside a quoted text ends in one malformed row, which is not an error in the file.
-    positions = None if not invalid_lines or not is_complete else _list_valid_rows(len(table), invalid_lines)
+    positions, left_out = None, set(invalid_lines)
+    if left_out and is_complete:
+        positions = [position for position in range(len(table) + len(left_out)) if position not in left_out]
     skipped = len(invalid_lines) if is_complete else 0
     return ReadTable(table, dialect.header + len(dialect.titles), tuple(notes), positions, skipped, is_complete)
 
@@ -103,11 +104,6 @@ def _parse(content: bytes, dialect: Dialect, *, skip_invalid: bool) -> tuple[pa.
     # Everything as text: a type guessed from the content would turn the label 01 into 1 and the text NA into a null.
     convert = pyarrow.csv.ConvertOptions(column_types={name: pa.string() for name in names})
     return pyarrow.csv.read_csv(pa.BufferReader(buffer), read_options, parse, convert), invalid_lines
-
-
-def _list_valid_rows(rows: int, invalid_lines: Sequence[int]) -> list[int]:
-    left_out = set(invalid_lines)
-    return [position for position in range(rows + len(invalid_lines)) if position not in left_out]
 
 
 def _describe_format(encoding: str, kind: str, dialect: Dialect, config: DataConfig) -> list[str]:

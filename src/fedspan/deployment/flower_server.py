@@ -90,7 +90,8 @@ def write_app(folder: Path, config: str | Path, out: Path, overrides: Sequence[s
         overrides: Changes to the config, each ``section.field=value``.
     """
     values = override(read_values(config), overrides)
-    simulated = _is_simulated(values)
+    data = values.get("data")
+    simulated = isinstance(data, Mapping) and (data.get("train") is not None or data.get("dataset") is not None)
     if simulated:
         values = _make_paths_absolute(values)
     _parse(values, simulated)
@@ -103,11 +104,6 @@ def write_app(folder: Path, config: str | Path, out: Path, overrides: Sequence[s
     text = _APP.format(**components, **{name: _format_toml(value) for name, value in settings.items()})
     with convert_disk_errors(folder, "choose another folder", "FOLDER"):
         write_atomic(folder / "pyproject.toml", text.encode())
-
-
-def _is_simulated(values: Mapping[str, Any]) -> bool:
-    data = values.get("data")
-    return isinstance(data, Mapping) and (data.get("train") is not None or data.get("dataset") is not None)
 
 
 def _make_paths_absolute(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -242,7 +242,9 @@ class Handshakes:
         if introduction is not None and reason is None:
             reason = self._explain_second_id(introduction.id, node)
         if introduction is not None and reason is None and self.owners.get(introduction.id, node) != node:
-            is_taken = self._can_replace(introduction.id, admitted)
+            # It may take over the id of one that is gone if it has its name, or if there are no names.
+            has_name = self._link.authority is None if admitted is None else admitted.name == introduction.id
+            is_taken = self._federation.late_joiners and has_name
             reason = self._explain_taken(introduction.id, is_taken, server)
         if introduction is not None and reason is None:
             self.nodes[introduction.id] = Participant(node=node, examples=introduction.examples)
@@ -272,11 +274,6 @@ class Handshakes:
         """
         other = next((known for known, owner in self.owners.items() if owner == node and known != id), None)
         return None if other is None else f"this node has joined this run as {other}. Set id: {other} in its file"
-
-    def _can_replace(self, id: str, admitted: Admission | None) -> bool:
-        """Return whether a node may take over the id of one that is gone: it has its name, or there are no names."""
-        is_named = self._link.authority is None if admitted is None else admitted.name == id
-        return self._federation.late_joiners and is_named
 
     def _explain_taken(self, id: str, may_replace: bool, server: RunLink) -> str | None:
         """Return why a node cannot have the id of another one; None: it may take it over."""

@@ -71,7 +71,9 @@ def render_page(groups: Sequence[RunGroup], content: PageContent, title: str, ve
     losses = {run.name: charts.get_losses(run) for run in runs}
     if any(scores.values()):
         figure = charts.draw_course(groups, scores, METRICS[metric].title, percent, with_baselines=True)
-        sections.add_section("Score", sections.add_figure(figure, f"{metric} by round"), _note(groups))
+        bands = "<p>Lines are means over the seeds, bands reach from the least to the most.</p>"
+        note = bands if any(len(group.runs) > 1 for group in groups) else ""
+        sections.add_section("Score", sections.add_figure(figure, f"{metric} by round"), note)
     validation = {run.name: charts.get_validation(run) for run in runs}
     if any(validation.values()):
         selecting = runs[0].config.evaluation.get_selection_metric(metric)
@@ -145,11 +147,6 @@ def _add_diagnostics(sections: _Page, groups: Sequence[RunGroup], diagnoses: Map
     if parts:
         table = _render_table(("measure", "how to read it", "source"), [(m.title, m.reads, m.source) for m in MEASURES])
         sections.add_section("Diagnostics", *parts, _render_details("How to read", table))
-
-
-def _note(groups: Sequence[RunGroup]) -> str:
-    bands = any(len(group.runs) > 1 for group in groups)
-    return "<p>Lines are means over the seeds, bands reach from the least to the most.</p>" if bands else ""
 
 
 def _render_summary(groups: Sequence[RunGroup]) -> str:
