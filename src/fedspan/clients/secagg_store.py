@@ -114,20 +114,16 @@ class MemorySessionStore:
         self._sums: dict[str, tuple[str, Sum]] = {}
 
     def load(self, client: str) -> Session | None:
-        """``SessionStore.load``."""
         return self._sessions.get(client)
 
     def store(self, client: str, session: Session) -> None:
-        """``SessionStore.store``."""
         self._sessions[client] = session
 
     def load_sum(self, client: str, model: str) -> Sum | None:
-        """``SessionStore.load_sum``."""
         last, revealed = self._sums.get(client, ("", None))
         return revealed if last == model else None
 
     def store_sum(self, client: str, model: str, revealed: Sum) -> None:
-        """``SessionStore.store_sum``."""
         self._sums[client] = model, revealed
 
 
@@ -164,11 +160,9 @@ class DiskSessionStore:
             raise FedspanError(str(path), None, problem=problem) from error
 
     def store(self, client: str, session: Session) -> None:
-        """``SessionStore.store``."""
         self._write(self._get_folder(client) / "session.json", session.model_dump_json())
 
     def load_sum(self, client: str, model: str) -> Sum | None:
-        """``SessionStore.load_sum``."""
         path = self._get_sum_path(client, model)
         if not path.is_file():
             return None
@@ -179,7 +173,6 @@ class DiskSessionStore:
             raise FedspanError(str(path), None, problem=problem) from error
 
     def store_sum(self, client: str, model: str, revealed: Sum) -> None:
-        """``SessionStore.store_sum``."""
         self._write(self._get_sum_path(client, model), revealed.model_dump_json())
 
     def _write(self, path: Path, text: str) -> None:

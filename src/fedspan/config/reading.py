@@ -27,7 +27,6 @@ class _Loader(yaml.SafeLoader):
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """``yaml.composer.Composer.compose_node``."""
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError(f"it has an alias (*{self.peek_event().anchor}). Write the value in each place")
         self._depth += 1

@@ -112,7 +112,6 @@ class TrainerNode:
         return self._runs.load(config, existing_partition, key, stages)
 
     def answer(self, envelope: Envelope) -> Envelope:
-        """``NodeService.answer``."""
         try:
             return self.service.answer(envelope)
         finally:

@@ -97,11 +97,9 @@ class _TrainingClients:
         return self.open.pop(id)
 
     def release(self, ids: Collection[str]) -> None:
-        """``ArrivalSource.release``."""
         self._arrived.difference_update(ids)
 
     def close(self, states: Mapping[int, ServerState], clock: float = 0.0) -> OpenOrders:
-        """``ArrivalSource.close``."""
         orders, limit = tuple(self.open.values()), self._settings.max_staleness
         oldest = 0 if limit is None else self._context.state.round + 1 - limit  # older orders' replies will not count
         needed = {order.round: states[order.round] for order in orders if order.round >= oldest}
@@ -119,7 +117,6 @@ class SimulatedArrivals:
         self._clock = open.clock
 
     def take(self, count: int, attempt: int) -> list[Arrival]:
-        """``ArrivalSource.take``."""
         arrivals, clients = list[Arrival](), self._clients
         while len(arrivals) < count:
             self._send(attempt)  # not after the last reply: the next order is of the state that it updates
@@ -132,11 +129,9 @@ class SimulatedArrivals:
         return arrivals
 
     def release(self, ids: Collection[str]) -> None:
-        """``ArrivalSource.release``."""
         self._clients.release(ids)
 
     def close(self, states: Mapping[int, ServerState]) -> OpenOrders:
-        """``ArrivalSource.close``."""
         return self._clients.close(states, self._clock)
 
     def _send(self, attempt: int) -> None:
@@ -190,7 +185,6 @@ class NodeArrivals:
         return arrivals
 
     def release(self, ids: Collection[str]) -> None:
-        """``ArrivalSource.release``."""
         self._clients.release(ids)
 
     def close(self, states: Mapping[int, ServerState]) -> OpenOrders:
@@ -249,7 +243,6 @@ class RecordedArrivals:
             on_order(id)
 
     def take(self, count: int, attempt: int) -> list[Arrival]:
-        """``ArrivalSource.take``."""
         taken, self._orders = self._orders[:count], self._orders[count:]
         return [Arrival(order, None) for order in taken]
 
@@ -257,6 +250,5 @@ class RecordedArrivals:
         """``ArrivalSource.release``; the record has no further replies of the round."""
 
     def close(self, states: Mapping[int, ServerState]) -> OpenOrders:
-        """``ArrivalSource.close``."""
         needed = {round for arrivals in self._later for _, round in arrivals}
         return OpenOrders(states={round: state for round, state in states.items() if round in needed})

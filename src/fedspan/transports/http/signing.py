@@ -83,7 +83,6 @@ class UnsignedSigner:
         return Body(b"", b"", body)
 
     def seal(self, header: str, body: Body, node: int, sealing: bytes) -> tuple[bytes, bytes]:
-        """``ServerSigner.seal``."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         return join_message(pack([nonce, _encode(header)])), nonce
 

@@ -52,7 +52,6 @@ class ClusterPredictor:
     def predict(
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
     ) -> Tensor:
-        """``Predictor.predict``."""
         return self._predict_batches([job], examples, indices, batch_size, generate=generate)[0]
 
     def predict_each(self, models: Iterable[ModelInputs], examples: Examples, batch_size: int) -> Iterator[Tensor]:
