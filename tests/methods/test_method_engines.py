@@ -32,8 +32,8 @@ ADAMW = {"fedgalore"}  # whatever the run's optimizer
 class Collecting(LoopEngine):
     """Keeps all assignments."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **parts: Any) -> None:
+        super().__init__(*args, **parts)
         self.works: list[Assignment] = []
 
     def train(self, work: Assignment, examples: Examples) -> Trained:

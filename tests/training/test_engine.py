@@ -22,7 +22,7 @@ from fedspan.assembly.head import begin
 from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.core.tensors import create_generator
-from fedspan.core.values import Job, OptimizerSpec, Trained
+from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError
 from fedspan.progress.listener import Listener
 from fedspan.tasks.causal import CausalLM
@@ -73,11 +73,11 @@ def test_clients_train_one_by_one_until_no_assignment_follows() -> None:
 
 
 def test_a_schedule_may_start_again_and_end_above_zero() -> None:
-    settings = TrainingSettings(OptimizerSpec(lr=0.3), schedule="cosine", min_lr=0.1, cycle_rounds=2)
+    settings = TrainingSettings(lr=0.3, schedule="cosine", min_lr=0.1, cycle_rounds=2)
     assert [settings.compute_lr(round, 5) for round in range(5)] == pytest.approx([0.3, 0.2, 0.3, 0.2, 0.3])
-    linear = replace(settings, schedule="linear", cycle_rounds=4, warmup_rounds=1)
+    linear = settings.model_copy(update={"schedule": "linear", "cycle_rounds": 4, "warmup_rounds": 1})
     assert [linear.compute_lr(round, 6) for round in range(6)] == pytest.approx([0.15, 0.3, 0.25, 0.2, 0.15, 0.3])
-    assert replace(linear, schedule="constant").compute_lr(3, 6) == 0.3
+    assert linear.model_copy(update={"schedule": "constant"}).compute_lr(3, 6) == 0.3
 
 
 CPU = torch.device("cpu")

@@ -128,7 +128,8 @@ class ClientSlot:
     @property
     def share(self) -> float:
         """Weight of the next batch in its step's gradient."""
-        return len(self.batch) / len(self.assignment.indices) if self.is_probe else 1 / self.settings.accumulate
+        steps = self.settings.gradient_accumulation_steps
+        return len(self.batch) / len(self.assignment.indices) if self.is_probe else 1 / steps
 
     def get_grouping_key(self) -> tuple[object, ...]:
         """Return the grouping key: clients with equal keys can share a pass."""

@@ -20,7 +20,7 @@ from fedspan.training.jobs import Assignment, TrainingSettings
 def build_optimizer_spec(assignment: Assignment, settings: TrainingSettings) -> OptimizerSpec:
     """Return the optimizer settings of a job."""
     changes = {"lr": assignment.lr, **assignment.job.optimizer}
-    return replace(settings.optimizer, **changes)  # pyright: ignore[reportArgumentType]
+    return replace(settings.optimizer_spec, **changes)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True)

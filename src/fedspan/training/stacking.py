@@ -355,7 +355,7 @@ def _build_key(
     budget: MeasurementBudget,
 ) -> str:
     """Compute the cache key from everything that the plan depends on: machine, model, jobs."""
-    model, device = worker.adapted.model, worker.adapted.device
+    model, device, settings = worker.adapted.model, worker.adapted.device, worker.settings
     parts = {
         "machine": [_get_processor(device), os.cpu_count(), torch.get_num_threads(), torch.__version__],
         "device": device.type,
@@ -363,7 +363,7 @@ def _build_key(
         "dtype": sorted({str(value.dtype) for value in model.parameters()}),
         "layout": [slot.layout.names, [list(shape) for shape in slot.layout.shapes]],
         "padded": not worker.loop.padding.possible,
-        "batch": [worker.settings.batch_size, round(float(examples.lengths.mean()), 1), worker.settings.accumulate],
+        "batch": [settings.batch_size, round(float(examples.lengths.mean()), 1), settings.gradient_accumulation_steps],
         "clients": min(clients, _MAX_CLIENTS * torch.get_num_threads()),  # more make no pass larger
         "request": asdict(request),
         "budget": budget.size,

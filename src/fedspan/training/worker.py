@@ -163,7 +163,7 @@ class Worker:
     def _refresh_projectors(self, slot: ClientSlot, examples: Examples) -> None:
         """Refresh a client's projectors if that is due before its next batch."""
         job = slot.assignment.job
-        first = slot.batches_done % self.settings.accumulate == 0
+        first = slot.batches_done % self.settings.gradient_accumulation_steps == 0
         if job.refresh is None or not first or not refresh_due(job.refresh, slot.steps):
             return
         self.adapted.train_mode(job.buffers)
@@ -176,14 +176,15 @@ class Worker:
     def advance(self, group: Sequence[ClientSlot], examples: Examples) -> None:
         """Train one batch of each of several clients of one kind, and take the optimizer steps that it completes."""
         losses, gradients = self._compute_gradients(group, examples)
-        gathers = group[0].is_probe or self.settings.accumulate > 1
+        passes = self.settings.gradient_accumulation_steps
+        gathers = group[0].is_probe or passes > 1
         complete: list[ClientSlot] = []
         for loss, gradient, slot in zip(losses, gradients, group, strict=True):
             slot.losses.append(loss)
             slot.batches_done += 1
             if gathers:
                 slot.add_gradient("gathered", gradient)
-            if not slot.batches_left or not (slot.is_probe or slot.batches_done % self.settings.accumulate):
+            if not slot.batches_left or not (slot.is_probe or slot.batches_done % passes):
                 complete.append(slot)
         if gathers:
             gradients = torch.stack([slot.rows.pop("gathered") for slot in complete]) if complete else gradients[:0]
@@ -345,7 +346,7 @@ class Worker:
         return slot.layout.join(gradients, 1, slot.rows["values"])[0]
 
     def _set_dropout(self, group: Sequence[ClientSlot], batch: Mapping[str, Tensor], size: int) -> None:
-        rate = self.settings.dropout
+        rate = self.settings.lora_dropout
         if not rate:
             return
         if getattr(self.task, "has_several_passes", False):
