@@ -86,7 +86,7 @@ class ClientSlot:
             if name not in layout.names
         }
         self._names = tuple(_order(job.tensors))
-        self._returns_moments = job.want_moments or settings.keep_optimizer
+        self._returns_moments = job.want_moments or settings.optimizer_state == "keep"
         state = join_states(assignment.moments, job.optimizer_state) or OptimizerState()
         self._initial = state
         names = ("exp_avg", "exp_avg_sq") if self.spec.name == "adamw" else ("momentum_buffer",)
