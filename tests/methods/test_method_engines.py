@@ -104,7 +104,7 @@ def doubled(work: Assignment) -> Assignment:
 
     job = work.job
     changes = {name: wide(getattr(job, name)) for name in ("tensors", "masks", "gradient_offset")}
-    wider: Job = replace(job, **changes, optimizer_state=state(job.optimizer_state))
+    wider: Job = replace(job, **changes, optimizer_state=state(job.optimizer_state), want_moments=True)
     return replace(work, job=wider, moments=state(work.moments))
 
 

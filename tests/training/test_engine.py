@@ -541,6 +541,29 @@ def test_a_loss_that_is_no_number_names_the_client(tiny_folder: Path, decoders: 
         tiny.final_tensors(prepare(parse_config(made)))
 
 
+def test_moments_are_returned_to_who_asks_for_them(tiny_folder: Path, decoders: Path, images: Path) -> None:
+    made = values("bert", tiny_folder, decoders, images, training={"optimizer": "adamw"})
+    made["engine"] |= {"clients_per_pass": 3, "workers": 1}
+    prepared = prepare(parse_config(made))
+    works: dict[str, Assignment] = {}
+    asked, unasked = dict[str, Trained](), dict[str, Trained]()
+
+    def record(work: Assignment, trained: Trained) -> None:
+        works[work.client], asked[work.client] = work, trained
+
+    def finish(work: Assignment, trained: Trained) -> None:
+        unasked[work.client] = trained
+
+    prepared.federation.run_round(prepared.federation.begin(), on_trained=record)  # a diagnosis compares moments
+    works = {id: replace(work, job=replace(work.job, want_moments=False)) for id, work in works.items()}
+    sizes = {id: int(prepared.train.lengths[work.indices].sum()) for id, work in works.items()}  # the host's
+    prepared.engine.train_all(prepared.train, sizes, works.__getitem__, finish)
+    for id, trained in asked.items():
+        assert set(trained.optimizer_state.moments) == {"exp_avg", "exp_avg_sq"}
+        assert unasked[id].optimizer_state == replace(trained.optimizer_state, moments={})
+        assert all(torch.equal(value, unasked[id].tensors[name]) for name, value in trained.tensors.items())
+
+
 def test_clients_are_divided_by_their_work() -> None:
     shares = balance({"a": 5, "b": 9, "c": 4, "d": 1, "e": 4}, 2)
     assert shares == [["b", "e"], ["a", "c", "d"]]

@@ -167,6 +167,8 @@ class Host:
         keeps_moments, running = self.engine.settings.optimizer_state == "keep", dict[str, OpenTraining]()
 
         def make_assignment(training: OpenTraining, job: Job) -> Assignment:
+            if self.on_trained is not None:
+                job = replace(job, want_moments=True)
             assignment = training.make_assignment(job, keeps_moments)
             if self.checkpoints is None:
                 return assignment
