@@ -128,8 +128,6 @@ def test_the_settings_of_a_series_come_back_or_what_is_wrong_is_named(tmp_path: 
     settings = {"config": {"seed": 1}, "seeds": [0, 1]}
     execution.open_series(tmp_path, "compare.yaml", {**settings, "rounds": None}, [])
     assert execution.read_settings(tmp_path, "compare.yaml", KINDS) == {**settings, "rounds": None}
-    execution.open_series(tmp_path, "compare.yaml", settings, [])  # of an earlier version
-    assert execution.read_settings(tmp_path, "compare.yaml", KINDS, {"rounds": 7}) == {**settings, "rounds": 7}
     for text in ("{config: {}, seeds: 1, rounds: 1}", "{config: {}, seeds: []}", "- 1", ""):
         path.write_text(text)
         with pytest.raises(FedspanError, match="the settings config, seeds, rounds, as they were written"):
