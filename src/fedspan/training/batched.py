@@ -24,6 +24,7 @@ from fedspan.tasks.losses import bound_loss
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import (
     ModelInputs,
+    predict_alike,
     split_evaluation_batches,
     split_into_passes,
     split_job_windows,
@@ -189,7 +190,11 @@ class BatchedEngine:
     ) -> dict[str, float]:
         """``Engine.evaluate``."""
         self.prepare(examples, [indices])
-        predictions = self.predict(job, examples, indices, batch_size)
+
+        def predict(part: np.ndarray) -> Tensor:
+            return self.predict(job, examples, part, batch_size)
+
+        predictions = predict_alike(predict, self.task, examples, indices) if bounded else predict(indices)
         metrics = self.task.compute_metrics(predictions, examples, indices.tolist())
         return bound_loss(self.task, metrics, predictions, examples, indices.tolist()) if bounded else metrics
 
