@@ -315,7 +315,8 @@ def test_refused_epochs_tell_of_the_examples_no_more_than_their_rounded_number(
 ) -> None:
     for epochs, batch in ((16, 1), (62, 4), (124, 8), (15, 1), (120, 8)):
         training = {"lr": 0.1, "local_epochs": epochs, "batch_size": batch, "gradient_accumulation_steps": 8}
-        config, answers = parse_config(tiny.settings(tiny_folder, training=training)), set[bool]()
+        config = parse_config({**tiny.settings(tiny_folder), "training": training})
+        answers = set[bool]()
         for examples in (1200, 1234, 1299):
             try:
                 require_workload(config, examples, NodeLimits(), prepared.federation.method)
