@@ -24,7 +24,6 @@ from fedspan.tasks.losses import bound_loss
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import (
     ModelInputs,
-    predict_alike,
     split_evaluation_batches,
     split_into_passes,
     split_job_windows,
@@ -190,11 +189,7 @@ class BatchedEngine:
     ) -> dict[str, float]:
         """``Engine.evaluate``."""
         self.prepare(examples, [indices])
-
-        def predict(part: np.ndarray) -> Tensor:
-            return self.predict(job, examples, part, batch_size)
-
-        predictions = predict_alike(predict, self.task, examples, indices) if bounded else predict(indices)
+        predictions = self.predict(job, examples, indices, batch_size)
         metrics = self.task.compute_metrics(predictions, examples, indices.tolist())
         return bound_loss(self.task, metrics, predictions, examples, indices.tolist()) if bounded else metrics
 

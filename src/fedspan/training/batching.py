@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from threading import Lock
@@ -94,31 +94,6 @@ def split_evaluation_batches(indices: np.ndarray, lengths: np.ndarray, batch_siz
     """Split all indices into batches of similar length."""
     ordered = indices[np.argsort(lengths[indices], kind="stable")]
     return [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
-
-
-def split_alike(task: Task, examples: Examples, indices: np.ndarray) -> list[np.ndarray]:
-    """Split indices into groups that share passes without padding, so that no example's result depends on another's.
-
-    A mask of padding, or of other texts in one row, hides no attention scores beyond the largest number of their
-    format. A server that chooses such a model would have one example change the results of a whole batch.
-    """
-    if getattr(task, "packing", False):
-        return [indices[[position]] for position in range(len(indices))]
-    groups: dict[tuple[torch.Size, ...], list[int]] = {}
-    for index in indices.tolist():
-        batch = task.collate(examples, [index], torch.device("cpu"))
-        groups.setdefault(tuple(value.shape for value in batch.values()), []).append(index)
-    return [np.array(group) for group in groups.values()]
-
-
-def predict_alike(
-    predict: Callable[[np.ndarray], Tensor], task: Task, examples: Examples, indices: np.ndarray
-) -> Tensor:
-    """Predict examples in groups (``split_alike``), one row each, in the order of ``indices``."""
-    rows: dict[int, Tensor] = {}
-    for group in split_alike(task, examples, indices):
-        rows.update(zip(group.tolist(), predict(group), strict=True))
-    return torch.stack([rows[index] for index in indices.tolist()])
 
 
 _WORTH = 0.08

@@ -30,7 +30,6 @@ from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.accounting import Mechanism, calibrate_noise, require_opacus
-from fedspan.training.batching import split_alike
 from fedspan.training.jobs import Assignment, Privacy, TrainingSettings
 from fedspan.training.services import TrainingServices, draw_dropout_mask
 
@@ -133,7 +132,8 @@ class PrivateTraining:
             if names not in sums:
                 sums[names] = NoisySum(self.privacy, assignment, {name: live[name] for name in names})
             noisy, step = sums[names], _Step(assignment, live, names, examples, steps)
-            for indices in self._split_passes(examples, sample):
+            for start in range(0, max(1, len(sample)), settings.batch_size):
+                indices = sample[start : start + settings.batch_size]
                 losses, gradients = self._compute_gradients(step, indices)
                 if not bool(find_finite(gradients).all()):  # in a shared pass, one example may spoil those of others
                     losses, gradients = self._compute_single_gradients(step, indices)
@@ -153,13 +153,6 @@ class PrivateTraining:
             decay=decay,
             metrics={"loss": loss_sum / max(1, examples_seen), "examples": float(examples_seen)},
         )
-
-    def _split_passes(self, examples: Examples, sample: np.ndarray) -> list[np.ndarray]:
-        """Split a step's sample into passes: one without examples if it is empty, and none with padding on a node."""
-        is_alike = self.privacy.secret and len(sample)
-        groups = split_alike(self.trainer.task, examples, sample) if is_alike else [sample]
-        size = self.trainer.settings.batch_size
-        return [group[start : start + size] for group in groups for start in range(0, max(1, len(group)), size)]
 
     def _compute_gradients(self, step: _Step, indices: np.ndarray) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute losses (K,) and gradients (K, ...) of examples in an optimizer step."""

@@ -21,7 +21,7 @@ from fedspan.models.head import FeatureTap, find_output_layer
 from fedspan.tasks.losses import CLASS_OPTIONS, CLASS_WEIGHTS, OFFSETS, SMOOTHING, bound_loss
 from fedspan.tasks.single_label import compute_class_offsets, compute_class_weights
 from fedspan.tasks.task import Examples, LabelsWords, Task, get_labels
-from fedspan.training.batching import ModelInputs, Padding, predict_alike, split_evaluation_batches
+from fedspan.training.batching import ModelInputs, Padding, split_evaluation_batches
 from fedspan.training.features import FeatureStore, trains_output_layer
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings, convert_out_of_memory
 from fedspan.training.optimizers import LocalOptimizer, build_optimizer_spec, clip, join_states
@@ -285,11 +285,7 @@ class TrainingServices:
     ) -> dict[str, float]:
         """``Engine.evaluate``."""
         self.prepare(examples, [indices])
-
-        def predict(part: np.ndarray) -> Tensor:
-            return self.predict(job, examples, part, batch_size)
-
-        predictions = predict_alike(predict, self.task, examples, indices) if bounded else predict(indices)
+        predictions = self.predict(job, examples, indices, batch_size)
         metrics = self.task.compute_metrics(predictions, examples, indices.tolist())
         return bound_loss(self.task, metrics, predictions, examples, indices.tolist()) if bounded else metrics
 
