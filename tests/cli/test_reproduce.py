@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from click.testing import Result
 
 import fedspan
 from fedspan import FedspanError, Watcher
@@ -22,8 +21,7 @@ from fedspan.experiments.series import Step
 from fedspan.reproduction import reproduce
 from fedspan.reproduction.presets import Preset, list_presets, read_preset
 from helpers import tiny
-
-Call = Callable[..., Result]
+from helpers.command_line import Call
 
 
 class Stop(BaseException):

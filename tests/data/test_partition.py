@@ -3,7 +3,6 @@
 import json
 import random
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,8 @@ from fedspan.data.partition import Partition, draw_groups, partition
 from fedspan.data.plot import plot_partition
 from fedspan.errors import FedspanError
 from fedspan.tasks.registry import get_task
+from helpers.refusals import Refused
 
-Refused = Callable[..., FedspanError]
 KINDS = [
     PartitionConfig(clients=7),
     PartitionConfig(partitioner="dirichlet", clients=7, alpha=0.5),
@@ -124,14 +123,6 @@ def test_nothing_is_sent_and_no_global_is_set(messages: datasets.Dataset, monkey
     from flwr_datasets.common import telemetry
 
     assert telemetry.state["executor"] is None
-
-
-def test_natural_clients_are_the_values_of_the_column(messages: datasets.Dataset) -> None:
-    divided = partition(messages, PartitionConfig(partitioner="natural", column="ward"), seed=0)
-    assert [client.id for client in divided.clients] == [f"ward {number}" for number in range(5)]
-    wards = np.array(messages["ward"])
-    for client in divided.clients:
-        assert np.array_equal(client.indices, np.flatnonzero(wards == client.id))
 
 
 def test_natural_clients_are_sorted_by_number_and_keep_their_split_when_others_join() -> None:
@@ -275,12 +266,6 @@ def test_data_that_cannot_be_divided_so(
     words: list[str],
 ) -> None:
     refused(field, value, words, partition, messages, PartitionConfig.model_validate(settings), 0, "p")
-
-
-def test_a_natural_column_with_a_gap_is_refused(refused: Refused) -> None:
-    data = datasets.Dataset.from_dict({"text": ["t"] * 3, "label": [0, 1, 0], "ward": ["a", " ", "b"]})
-    config = PartitionConfig(partitioner="natural", column="ward")
-    refused("partition.column", "ward", ["example 2 has no value"], partition, data, config, 0)
 
 
 def test_an_id_that_no_header_takes_is_refused() -> None:

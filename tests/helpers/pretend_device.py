@@ -21,8 +21,6 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-__all__ = ["DEVICE", "Pretend", "count_synchronizations"]
-
 
 class _Module:
     """``torch.pretend``."""

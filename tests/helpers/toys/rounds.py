@@ -87,9 +87,6 @@ class Federation:
     """A server and its clients.
 
     Args:
-        method: The method, with its wrappers.
-        problem: Model and data.
-        training: Settings of local training.
         ranks: Ranks of the clients, by id; all 2 by default.
         lora_alpha: Numerator of the clients' scaling.
         uniform: Whether clients have equal weights instead of their numbers of examples.
