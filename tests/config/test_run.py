@@ -9,9 +9,9 @@ from pydantic import ValidationError
 
 from fedspan.config import parse_config
 from fedspan.config.federation import FederationConfig, FractionRanks, RandomRanks
-from fedspan.config.privacy import PrivacyConfig
 from fedspan.config.rates import FACTORS, get_training_defaults
 from fedspan.config.run import RunConfig
+from fedspan.config.sections import PrivacyConfig
 from fedspan.core.method import Claims
 from fedspan.data import DataConfig
 from fedspan.data.catalogue import DatasetEntry, list_datasets
@@ -111,7 +111,7 @@ def test_every_task_and_method_has_defaults_that_a_config_accepts(task: str, met
     }
     federation = {"rounds": found.rounds, "early_stopping": found.early_stopping}
     config = parse_config({"task": task, "data": {"train": "x.csv"}, "training": training, "federation": federation})
-    assert config.build_training_settings().optimizer.lr == found.lr
+    assert config.build_training_settings().lr == found.lr
 
 
 def test_whole_weights_take_smaller_rates_and_single_factors_larger_ones() -> None:

@@ -4,7 +4,6 @@ import json
 import random
 import socket
 from pathlib import Path
-from typing import Any
 
 import datasets
 import matplotlib as mpl
@@ -192,30 +191,12 @@ def test_json_gives_the_same_partition_back(messages: datasets.Dataset, config: 
     assert read.clients[0].train.dtype == np.int64
 
 
-def first_format(divided: Partition) -> dict[str, Any]:
-    """What fedspan 0.1 wrote: every client an object."""
-    clients = [
-        {"id": one.id, "train": one.train.tolist(), "validation": one.validation.tolist(), "test": one.test.tolist()}
-        for one in divided.clients
-    ]
-    head = {"format": "fedspan-partition-1", "fingerprint": divided.fingerprint, "examples": divided.examples}
-    return {**head, "clients": clients}
-
-
-@pytest.mark.parametrize("config", KINDS, ids=NAMES)
-def test_files_of_the_first_format_are_read(messages: datasets.Dataset, config: PartitionConfig) -> None:
-    divided = partition(messages, config, seed=0)
-    read = Partition.from_json(json.dumps(first_format(divided)))
-    assert read.to_json() == divided.to_json()
-
-
 def test_a_changed_or_broken_json_is_refused(messages: datasets.Dataset, refused: Refused) -> None:
     divided = partition(messages, PartitionConfig(clients=2), seed=0)
-    for content in (json.loads(divided.to_json()), first_format(divided)):
-        rows = content["rows"] if "rows" in content else content["clients"][0]["train"]
-        rows[0], rows[1] = rows[1], rows[0]
-        written = (content["format"], content["fingerprint"])
-        refused("run.partition", written, ["was changed"], Partition.from_json, json.dumps(content), "run.partition")
+    content = json.loads(divided.to_json())
+    content["rows"][0], content["rows"][1] = content["rows"][1], content["rows"][0]
+    written = (content["format"], content["fingerprint"])
+    refused("run.partition", written, ["was changed"], Partition.from_json, json.dumps(content), "run.partition")
     content = json.loads(divided.to_json())
     content["train"][0] += 1
     refused("partition", json.dumps(content)[:60], ["as fedspan writes it"], Partition.from_json, json.dumps(content))

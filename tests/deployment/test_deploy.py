@@ -76,7 +76,7 @@ def write_node(folder: Path, **changes: Any) -> Path:
 def test_bandwidth_is_in_megabits_per_second(links: list[Any], tmp_path: Path) -> None:
     deploy.join(write_node(tmp_path, bandwidth={"up_mbit": 2, "down_mbit": 10}), insecure=True)
     deploy.join(write_node(tmp_path), insecure=True)
-    limits = [(link.bandwidth.up, link.bandwidth.down) for link, *_ in links]
+    limits = [(link.up, link.down) for link, *_ in links]
     assert limits == [(250_000.0, 1_250_000.0), (None, None)]
 
 

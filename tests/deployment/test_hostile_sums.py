@@ -347,6 +347,20 @@ def test_a_node_that_sends_nothing_in_plaintext_joins_no_plaintext_run(tiny_fold
     assert not list(tmp_path.rglob("invitation.json"))
 
 
+@pytest.mark.parametrize(
+    ("selected", "limits", "joins"), [(3, {}, False), (4, {}, True), (3, {"secure_clients": 3}, True)]
+)
+def test_a_node_joins_no_run_whose_rounds_select_too_few_nodes(
+    selected: int, limits: dict[str, int], joins: bool, tiny_folder: Path, tmp_path: Path
+) -> None:
+    prints = {f"clinic-{letter}": "SHA256:" + "A" * 43 for letter in "abcd"}
+    owner = node("clinic-a", tiny_folder, tmp_path, **limits).model_copy(update={"peers": prints})
+    config = values(tiny_folder, clients_per_round=selected, secure={})
+    refused = introduced(NodeService(owner), config).refused
+    expected = "`federation.clients_per_round`: a sum of 3 nodes is too small: this node requires 4. Expected at least"
+    assert refused is None if joins else expected in (refused or "")
+
+
 def test_a_server_cannot_leave_the_masks_out_later(tiny_folder: Path, tmp_path: Path) -> None:
     run, transport = served(tiny_folder, tmp_path, secure_only=True)
     run.federation.run_round(run.federation.begin())

@@ -13,8 +13,7 @@ import yaml
 import fedspan
 from fedspan import FedspanError, SweepReport, load_config
 from fedspan.experiments import execution
-from fedspan.experiments.search import plan_sweep, rank_trials
-from fedspan.experiments.search_space import Range, list_combinations, parse_space
+from fedspan.experiments.search import Range, list_combinations, parse_space, plan_sweep, rank_trials
 from fedspan.runs.integrity import read_config
 from fedspan.runs.report import read_report
 from helpers import tiny

@@ -17,7 +17,7 @@ from fedspan.assembly.run import Prepared, prepare
 from fedspan.clients.host import Host
 from fedspan.clients.refusals import refuse
 from fedspan.clients.store import DiskClientStore
-from fedspan.core.values import Client, Message, OptimizerSpec, Reduced, ServerState
+from fedspan.core.values import Client, Message, Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
@@ -118,7 +118,7 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
 
 def federation(prepared: Prepared, folder: Path, spoil: Spoil, **rules: Any) -> Federation:
     here, engine = prepared.federation, prepared.engine
-    loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
+    loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed, privacy=engine.privacy)
     client_store = DiskClientStore(folder)
     known = {
         id: Host(here.method, loop, {id: one}, here.examples, client_store, 32) for id, one in here.clients.items()
@@ -442,7 +442,7 @@ def exchange(heard: Heard, *, last_rounds: Mapping[str, int] | None = None) -> t
     ids = ("a", "b", "bad")
     clients = {id: ClientData(Client(id, 2, 1.0, 3, 3.0), none, none, none) for id in ids}
     settings, rules = RoundSettings(10), ReplyRules(validate=False)
-    training = TrainingSettings(OptimizerSpec(lr=0.5), schedule="linear")
+    training = TrainingSettings(lr=0.5, schedule="linear")
     transport: Any = SimpleNamespace(accept_replies=lambda ids: {}, get_simulated_seconds=lambda: 7.5)
     context = RoundContext(
         method, settings, training, clients, state, ids, ids, 3, rules, transport, run="name of the run"

@@ -117,7 +117,7 @@ def secured(
         method: The clients' method; None: the server's.
     """
     here, engine = prepared.federation, prepared.engine
-    loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
+    loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed, privacy=engine.privacy)
     client_store = DiskClientStore(folder)
 
     def make(id: str) -> Host:

@@ -178,7 +178,8 @@ def variant(
     for id, rank in compute_client_ranks(config, method, list(all_clients)).items():
         client = replace(all_clients[id].client, rank=rank, scaling=compute_client_scaling(config, method, rank))
         known.append(replace(all_clients[id], client=client))
-    made = engine(adapted, prepared.task, config.build_training_settings(), config.seed)
+    training, privacy = config.build_training_settings(), config.build_privacy_settings()
+    made = engine(adapted, prepared.task, training, config.seed, privacy=privacy)
     wrapped = watch(config.wrap_method(method))
     federation = simulate(wrapped, made, known, prepared.train, config.build_round_settings())
     evaluator = Evaluator(federation, config.evaluation.batch_size)

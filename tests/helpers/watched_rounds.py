@@ -164,8 +164,8 @@ class LocalTraining:
 class WatchedEngine(LoopEngine):
     """Keeps what was trained; compares jobs with their values of before."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **parts: Any) -> None:
+        super().__init__(*args, **parts)
         self.trained: list[LocalTraining] = []
         self.written: list[str] = []
 

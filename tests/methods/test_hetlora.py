@@ -15,7 +15,7 @@ from fedspan.core.method import compute_scaling
 from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.penalties import SlotProduct
 from fedspan.core.tensors import join_tensor_name, select_slots
-from fedspan.core.values import Client, LayerSpec, OptimizerSpec, Reduced, ServerState, Spec, StackItem
+from fedspan.core.values import Client, LayerSpec, Reduced, ServerState, Spec, StackItem
 from fedspan.federation.validation import ReplyRules
 from fedspan.methods.fedhm import FedHM
 from fedspan.methods.hetlora import HetLoRA
@@ -242,7 +242,7 @@ def test_matches_a_dense_oracle(decay: float, keep_global: bool) -> None:
     problem = Problem()
     method = FedHM(spec=problem.adapted().spec, frobenius_decay=decay, keep_global=keep_global)
     training = sgd(LR, steps=STEPS)
-    training = replace(training, optimizer=OptimizerSpec(name="sgd", lr=LR, weight_decay=0.3 if decay else 0.0))
+    training = training.model_copy(update={"weight_decay": 0.3 if decay else 0.0})
     federation = Federation(with_extras(method), problem, training, ranks=RANKS)
     W, head = {one: federation.get_weight(one) for one in LAYERS}, problem.to_dense(*HEAD)
     factors = {one: tuple(federation.state.tensors[f"{one}/{slot}"].double() for slot in "UV") for one in LAYERS}

@@ -32,8 +32,8 @@ ADAMW = {"fedgalore"}  # whatever the run's optimizer
 class Collecting(LoopEngine):
     """Keeps all assignments."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **parts: Any) -> None:
+        super().__init__(*args, **parts)
         self.works: list[Assignment] = []
 
     def train(self, work: Assignment, examples: Examples) -> Trained:
@@ -104,7 +104,7 @@ def doubled(work: Assignment) -> Assignment:
 
     job = work.job
     changes = {name: wide(getattr(job, name)) for name in ("tensors", "masks", "gradient_offset")}
-    wider: Job = replace(job, **changes, optimizer_state=state(job.optimizer_state))
+    wider: Job = replace(job, **changes, optimizer_state=state(job.optimizer_state), want_moments=True)
     return replace(work, job=wider, moments=state(work.moments))
 
 

@@ -322,14 +322,14 @@ def test_images_are_timed_too() -> None:
 
 
 def test_a_large_model_is_timed_with_two_of_its_blocks(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedspan.planning.calibration._WHOLE", 0)
+    monkeypatch.setattr("fedspan.planning.estimate._WHOLE", 0)
     asked: list[int | None] = []
 
     def watched(config: Any, labels: Any, architecture: Any, device: Any = None, depth: int | None = None) -> Any:
         asked.append(depth)
         return build_empty_model(config, labels, architecture, device, depth)
 
-    monkeypatch.setattr("fedspan.planning.calibration.build_empty_model", watched)
+    monkeypatch.setattr("fedspan.planning.estimate.build_empty_model", watched)
     values = tiny.settings(tiny_folder, model={"layers_to_transform": [3]})
     shape = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24}
     architecture = {"model_type": "bert", "vocab_size": 100, "max_position_embeddings": 32, **shape}

@@ -442,10 +442,10 @@ def test_centralized_training_has_everybody_s_examples_and_its_own_learning_rate
     for part in ("train", "validation", "test"):
         wanted = np.concatenate([getattr(one, part) for one in prepared.federation.clients.values()])
         assert np.array_equal(np.sort(getattr(client_data, part)), np.sort(wanted))
-    assert made.engine.settings.optimizer.lr == 0.003
-    assert made.engine.settings.keep_optimizer
-    assert build_pooled(prepared).engine.settings.optimizer.lr == prepared.config.training.lr
-    assert not prepared.engine.settings.keep_optimizer
+    assert made.engine.settings.lr == 0.003
+    assert made.engine.settings.optimizer_state == "keep"
+    assert build_pooled(prepared).engine.settings.lr == prepared.config.training.lr
+    assert prepared.engine.settings.optimizer_state == "reset"
 
 
 def test_local_only_training_sends_nothing_and_keeps_a_model_a_client(prepared: Prepared) -> None:

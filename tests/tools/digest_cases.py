@@ -144,6 +144,7 @@ def build_configs(folder: Path, host: str) -> dict[str, dict[str, Any]]:
                 values[section] = {key: value for key, value in values[section].items() if value is not None}
         values = {section: value for section, value in values.items() if value is not None}
         values |= {} if name == TRAINERS else {"engine": engine.get(host, {"name": "loop"})}
+        values |= {"cluster": {"workers": 2}} if host == "ray" else {}
         made[name] = values
     return made
 

@@ -23,7 +23,7 @@ from opacus.accountants import RDPAccountant
 from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.core.noise import derive_seed_key
-from fedspan.core.values import Job, OptimizerSpec, Trained
+from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation.validation import build_untrained_jobs
 from fedspan.training import dp_sgd
@@ -55,9 +55,7 @@ def work_of(run: Prepared, noise: float = 1e-9) -> Assignment:
         name: value + 0.1 * torch.randn(value.shape, generator=rng) if name in job.trainable_names else value
         for name, value in job.tensors.items()
     }
-    return Assignment(
-        "west", 0, replace(job, tensors=moved), client_data.train, run.engine.settings.optimizer.lr, None, noise
-    )
+    return Assignment("west", 0, replace(job, tensors=moved), client_data.train, run.engine.settings.lr, None, noise)
 
 
 def alone(run: Prepared, job: Job, tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
@@ -73,7 +71,7 @@ def by_hand(run: Prepared, work: Assignment, privacy: Privacy) -> dict[str, Tens
     """Algorithm 1 of Abadi et al. with plain SGD and without noise, example by example."""
     settings, job = run.engine.settings, work.job
     tensors = dict(job.tensors)
-    expected = settings.batch_size * settings.accumulate
+    expected = settings.batch_size * settings.gradient_accumulation_steps
     for sample in dp_sgd.draw_poisson_batches(privacy, settings, work):
         total = {name: torch.zeros_like(tensors[name]) for name in job.trainable_names}
         for index in sample.tolist():
@@ -108,7 +106,7 @@ def relative(found: Trained, right: Mapping[str, Tensor], start: Mapping[str, Te
 def test_it_is_the_paper_s_algorithm(key: str, accumulate: int, prepared: Prepared, tiny_folder: Path) -> None:
     changes = {"training": {"gradient_accumulation_steps": accumulate}, "method": {"name": key}}
     run = run_of(prepared, tiny_folder, **changes)
-    engine, work, privacy = run.engine, work_of(run), run.engine.settings.privacy
+    engine, work, privacy = run.engine, work_of(run), run.engine.privacy
     found = engine.train(work, run.train)
     assert engine.private.refusal is None
     assert found.steps == dp_sgd.compute_private_steps(engine.settings, work.job, len(work.indices)) > 2
@@ -131,8 +129,10 @@ def test_dropout_of_an_example_is_the_same_in_every_pass(
         training = {"batch_size": batch_size, "gradient_accumulation_steps": accumulate, "lora_dropout": 0.4}
         run = run_of(prepared, tiny_folder, training=training)
         work, settings = work_of(run), run.engine.settings
-        engine = LoopEngine(run.engine.adapted, run.task, settings, 0, padding_free=padding_free)
-        sizes = {len(sample) for sample in dp_sgd.draw_poisson_batches(settings.privacy, settings, work)}
+        engine = LoopEngine(
+            run.engine.adapted, run.task, settings, 0, padding_free=padding_free, privacy=run.engine.privacy
+        )
+        sizes = {len(sample) for sample in dp_sgd.draw_poisson_batches(run.engine.privacy, settings, work)}
         assert max(sizes) > 2, "one pass takes all examples, the other does not"
         found.append(engine.train(work, run.train))
         assert engine.private.refusal is None
@@ -235,7 +235,9 @@ def test_examples_have_the_gradients_that_opacus_finds(prepared: Prepared, tiny_
 def test_there_are_as_many_steps_as_without_privacy(
     count: int, batch: int, accumulate: int, epochs: int, steps: int | None
 ) -> None:
-    plain = TrainingSettings(OptimizerSpec(), batch_size=batch, accumulate=accumulate, epochs=epochs, steps=steps)
+    plain = TrainingSettings(
+        batch_size=batch, gradient_accumulation_steps=accumulate, local_epochs=epochs, local_steps=steps
+    )
     job = Job({}, {}, ())
     work = Assignment("a", 0, job, np.arange(count), 0.1)
 
@@ -256,7 +258,7 @@ def test_there_are_as_many_steps_as_without_privacy(
 
 
 def test_samples_are_poisson() -> None:
-    plain = TrainingSettings(OptimizerSpec(), batch_size=5, steps=4000)
+    plain = TrainingSettings(batch_size=5, local_steps=4000)
     work = Assignment("a", 0, Job({}, {}, ()), np.arange(100, 125), 0.1)
     samples = list(dp_sgd.draw_poisson_batches(Privacy("dp-sgd", 1.0, 1.0), plain, work))
     sizes = np.array([len(sample) for sample in samples])
@@ -270,7 +272,7 @@ def test_samples_are_poisson() -> None:
 def test_samples_come_from_the_whole_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from torch's generator, which has 2^32 streams: two keys that it cannot tell apart give other samples."""
     monkeypatch.setattr(torch, "Generator", lambda *_: pytest.fail("a generator of torch"))
-    plain = TrainingSettings(OptimizerSpec(), batch_size=5, steps=40)
+    plain = TrainingSettings(batch_size=5, local_steps=40)
     work = Assignment("a", 0, Job({}, {}, ()), np.arange(25), 0.1)
     keys = (bytes(32), bytes(31) + b"\1", b"\1" + bytes(31))
     samples = [
@@ -282,7 +284,7 @@ def test_samples_come_from_the_whole_key(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_secret_sample_serves_one_model() -> None:
     """An order that is repeated has the same samples; one with another model has others, as its noise is."""
-    plain = TrainingSettings(OptimizerSpec(), batch_size=5, steps=40)
+    plain = TrainingSettings(batch_size=5, local_steps=40)
     works = [
         Assignment("a", 0, Job({}, {"x": torch.full((2,), value)}, ()), np.arange(25), 0.1) for value in (0.0, 1.0)
     ]
@@ -299,7 +301,7 @@ def test_a_secret_sample_serves_one_model() -> None:
 def test_a_client_trains_on_though_a_sample_is_empty(prepared: Prepared, tiny_folder: Path) -> None:
     run = run_of(prepared, tiny_folder, {**PRIVACY, "noise": 1.0}, training={"batch_size": 1, "local_steps": 12})
     work, settings = work_of(run, 1.0), run.engine.settings
-    sizes = [len(sample) for sample in dp_sgd.draw_poisson_batches(settings.privacy, settings, work)]
+    sizes = [len(sample) for sample in dp_sgd.draw_poisson_batches(run.engine.privacy, settings, work)]
     assert 0 in sizes
     found = run.engine.train(work, run.train)
     assert found.steps == 12
@@ -309,7 +311,7 @@ def test_a_client_trains_on_though_a_sample_is_empty(prepared: Prepared, tiny_fo
 
 def test_noise_for_a_budget_depends_on_the_client_s_own_examples(prepared: Prepared, tiny_folder: Path) -> None:
     run = run_of(prepared, tiny_folder, {"mechanism": "dp-sgd", "epsilon": 4.0})
-    settings, privacy = run.engine.settings, run.engine.settings.privacy
+    settings, privacy = run.engine.settings, run.engine.privacy
     jobs = [work_of(run).job]
     assert dp_sgd.compute_noise(privacy, settings, jobs, 10) > dp_sgd.compute_noise(privacy, settings, jobs, 200)
     assert dp_sgd.compute_noise(privacy, settings, jobs, 0) == 0

@@ -22,7 +22,7 @@ from fedspan.assembly.head import begin
 from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
 from fedspan.core.tensors import create_generator
-from fedspan.core.values import Job, OptimizerSpec, Trained
+from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError
 from fedspan.progress.listener import Listener
 from fedspan.tasks.causal import CausalLM
@@ -73,11 +73,11 @@ def test_clients_train_one_by_one_until_no_assignment_follows() -> None:
 
 
 def test_a_schedule_may_start_again_and_end_above_zero() -> None:
-    settings = TrainingSettings(OptimizerSpec(lr=0.3), schedule="cosine", min_lr=0.1, cycle_rounds=2)
+    settings = TrainingSettings(lr=0.3, schedule="cosine", min_lr=0.1, cycle_rounds=2)
     assert [settings.compute_lr(round, 5) for round in range(5)] == pytest.approx([0.3, 0.2, 0.3, 0.2, 0.3])
-    linear = replace(settings, schedule="linear", cycle_rounds=4, warmup_rounds=1)
+    linear = settings.model_copy(update={"schedule": "linear", "cycle_rounds": 4, "warmup_rounds": 1})
     assert [linear.compute_lr(round, 6) for round in range(6)] == pytest.approx([0.15, 0.3, 0.25, 0.2, 0.15, 0.3])
-    assert replace(linear, schedule="constant").compute_lr(3, 6) == 0.3
+    assert linear.model_copy(update={"schedule": "constant"}).compute_lr(3, 6) == 0.3
 
 
 CPU = torch.device("cpu")
@@ -539,6 +539,29 @@ def test_a_loss_that_is_no_number_names_the_client(tiny_folder: Path, decoders: 
     words = r"`training.lr`: the loss of client \w+ in round [12] became (nan|inf)"
     with pytest.raises(FedspanError, match=words):
         tiny.final_tensors(prepare(parse_config(made)))
+
+
+def test_moments_are_returned_to_who_asks_for_them(tiny_folder: Path, decoders: Path, images: Path) -> None:
+    made = values("bert", tiny_folder, decoders, images, training={"optimizer": "adamw"})
+    made["engine"] |= {"clients_per_pass": 3, "workers": 1}
+    prepared = prepare(parse_config(made))
+    works: dict[str, Assignment] = {}
+    asked, unasked = dict[str, Trained](), dict[str, Trained]()
+
+    def record(work: Assignment, trained: Trained) -> None:
+        works[work.client], asked[work.client] = work, trained
+
+    def finish(work: Assignment, trained: Trained) -> None:
+        unasked[work.client] = trained
+
+    prepared.federation.run_round(prepared.federation.begin(), on_trained=record)  # a diagnosis compares moments
+    works = {id: replace(work, job=replace(work.job, want_moments=False)) for id, work in works.items()}
+    sizes = {id: int(prepared.train.lengths[work.indices].sum()) for id, work in works.items()}  # the host's
+    prepared.engine.train_all(prepared.train, sizes, works.__getitem__, finish)
+    for id, trained in asked.items():
+        assert set(trained.optimizer_state.moments) == {"exp_avg", "exp_avg_sq"}
+        assert unasked[id].optimizer_state == replace(trained.optimizer_state, moments={})
+        assert all(torch.equal(value, unasked[id].tensors[name]) for name, value in trained.tensors.items())
 
 
 def test_clients_are_divided_by_their_work() -> None:

@@ -266,7 +266,7 @@ def test_engines_of_a_run_share_the_time_for_measuring(
 ) -> None:
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"rounds": 1000}))
     main, settings = prepared.engine, prepared.federation.training
-    other = make_engine(prepared.config, main.adapted, prepared.task, settings, shared_with=main)
+    other = make_engine(prepared.config, main.adapted, prepared.task, settings, None, shared_with=main)
     assert other.measuring is main.measuring
     before = main.measuring.left
     prepared.federation.run_round(prepared.federation.begin())

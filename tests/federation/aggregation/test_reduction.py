@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.values import Client, Contribution, LayerSpec, Message, OptimizerSpec, Reduced, Spec
+from fedspan.core.values import Client, Contribution, LayerSpec, Message, Reduced, Spec
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation, create_reducer
@@ -460,7 +460,7 @@ def test_a_reply_whose_size_depends_on_data_is_within_its_limit(round: int) -> N
     context = RoundContext(
         method=method,
         settings=RoundSettings(rounds=2),
-        training=TrainingSettings(OptimizerSpec()),
+        training=TrainingSettings(),
         clients={"a": ClientData(client, NONE, NONE, NONE)},
         state=method.init({}).advance_round() if round else method.init({}),
         ids=("a",),

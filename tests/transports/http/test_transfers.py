@@ -182,8 +182,7 @@ def test_a_refusal_is_repeated_in_few_words_and_not_tried_again() -> None:
 
 def test_a_transfer_stays_below_its_bandwidth(server: LocalServer) -> None:
     rate = 3_000_000.0
-    bandwidth = client.Bandwidth(up=rate, down=rate)
-    with join(server.link.address, bandwidth=bandwidth) as node, attach(server.link, SIZE) as run:
+    with join(server.link.address, up=rate, down=rate) as node, attach(server.link, SIZE) as run:
         id = send_order(run, node.node, Envelope("{}", bytes(SIZE)), SIZE)
         began = time.monotonic()
         assert node.take_order() is not None
