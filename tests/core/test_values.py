@@ -1,6 +1,7 @@
 """Shapes, factors, turns, keyed draws, what methods may claim; penalties, moments and smoothing as they are defined."""
 
 import itertools
+import math
 import pickle
 from typing import Any
 
@@ -16,7 +17,14 @@ from torch import Tensor
 from fedspan.core import factors
 from fedspan.core.alignment import compute_ajive
 from fedspan.core.method import Claims
-from fedspan.core.noise import KEY_BYTES, compute_tensor_digest, derive_seed_key, draw_gaussian, draw_poisson_sample
+from fedspan.core.noise import (
+    KEY_BYTES,
+    add_gaussian,
+    compute_tensor_digest,
+    derive_seed_key,
+    draw_gaussian,
+    draw_poisson_sample,
+)
 from fedspan.core.parametrization import Projected, count_entries, draw_entries, scatter_entries
 from fedspan.core.penalties import Proximal, SlotProduct
 from fedspan.core.projectors import draw_projector, draw_random_projector
@@ -256,6 +264,15 @@ def test_a_poisson_sample_takes_each_position_by_itself() -> None:
     assert all((np.diff(sample) > 0).all() for sample in samples)
     assert draw_poisson_sample(KEY, 1.0, 5, "a").tolist() == [0, 1, 2, 3, 4]
     assert draw_poisson_sample(KEY, 0.5, 0, "a").tolist() == []
+
+
+def test_a_noisy_value_has_steps_that_only_the_noise_decides() -> None:
+    value = torch.full((1000,), 1e-3 + 2**-60, dtype=torch.float64)
+    for std in (0.7, 3e-5):
+        noisy = add_gaussian(value, std, KEY, "a")
+        torch.testing.assert_close(noisy, value + std * draw_gaussian(KEY, value.shape, "a"), atol=std * 1e-9, rtol=0)
+        steps = noisy / 2.0 ** (math.floor(math.log2(std)) - 29)
+        assert torch.equal(steps, steps.round())
 
 
 def test_labels_name_draws() -> None:

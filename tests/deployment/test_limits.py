@@ -13,8 +13,10 @@ import torch
 
 from fedspan.assembly.head import begin
 from fedspan.assembly.run import Prepared, prepare
+from fedspan.config import parse_config
 from fedspan.config.node import NodeConfig, NodeLimits
 from fedspan.deployment.handshake import build_node_values, build_server_config
+from fedspan.deployment.limits import require_workload
 from fedspan.deployment.node import NodeService
 from fedspan.deployment.usage import Release, UsageBook
 from fedspan.errors import FedspanError
@@ -300,6 +302,22 @@ def test_ordinary_steps_are_allowed(training: dict[str, int], tiny_folder: Path,
     config = values(tiny_folder)
     config["training"] = {"lr": 0.1, **training}
     assert introduced(service, config).refused is None
+
+
+def test_refused_epochs_tell_of_the_examples_no_more_than_their_rounded_number(
+    prepared: Prepared, tiny_folder: Path
+) -> None:
+    for epochs, batch in ((16, 1), (62, 4), (124, 8), (15, 1), (120, 8)):
+        training = {"lr": 0.1, "local_epochs": epochs, "batch_size": batch, "gradient_accumulation_steps": 8}
+        config = parse_config({**tiny.settings(tiny_folder), "training": training})
+        answers = set[bool]()
+        for examples in (1200, 1234, 1299):
+            try:
+                require_workload(config, examples, NodeLimits(), prepared.federation.method)
+                answers.add(True)
+            except FedspanError:
+                answers.add(False)
+        assert len(answers) == 1, (epochs, batch)
 
 
 EXACT = {"approve": "auto", "head_statistics": "exact", "statistics_max_length": 2, "statistics_examples": 1}

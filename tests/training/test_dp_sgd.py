@@ -398,6 +398,29 @@ def test_secret_noise_never_serves_two_sums() -> None:
         assert (float((found[2] - found[0]).abs().max()) > 0.1) == secret
 
 
+def test_low_bits_of_a_noisy_sum_do_not_show_an_example() -> None:
+    """Where noise has coarser steps than its float32 sum, the low bits were those of the example, whatever epsilon."""
+    rng = torch.Generator().manual_seed(3)
+    gradient = torch.randn(150, 200, generator=rng)
+    gradient *= 0.4 / gradient.norm()
+    shares = []
+    for value in (gradient, torch.zeros_like(gradient)):
+        total = noisy_sum(1.0)
+        total.add({"layer/A": value[None], "layer/B": torch.zeros(1, 3)})
+        shares.append(measure_fit(total.pop_mean(0, 1)["layer/A"], gradient))
+    assert shares[0] == pytest.approx(shares[1], abs=0.15)  # 1 and 0.5 if float32 noise is added to a float32 sum
+
+
+def measure_fit(noisy: Tensor, candidate: Tensor) -> float:
+    """The share of entries that are a candidate's plus noise in float32, of those where the noise has coarser steps."""
+    noise = noisy.double() - candidate.double()
+    is_coarser = noise.abs().frexp()[1] > noisy.abs().frexp()[1]
+    steps = torch.ldexp(torch.ones_like(noise), noise.frexp()[1] - 24)
+    fits = ((noise / steps).round() * steps + candidate.double()).float() == noisy
+    assert int(is_coarser.sum()) > 200
+    return float(fits[is_coarser].double().mean())
+
+
 def test_an_example_whose_gradient_is_not_finite_adds_nothing() -> None:
     privacy, work = Privacy("dp-sgd", 1.0, 1e-9), Assignment("a", 0, Job({}, {}, ()), np.arange(3), 0.1)
     gradients = {"x": torch.tensor([[3.0, 4.0], [math.inf, 0.0], [0.3, 0.4]]), "y": torch.tensor([0.0, 1.0, math.nan])}

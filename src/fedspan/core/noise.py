@@ -3,12 +3,14 @@
 torch's CPU generator has only 2^32 streams, whatever its seed, so an observer of a noisy value could try them all, and
 with them all samples. Here a stream is SHAKE-256 of a 32-byte key. A Gaussian draw is half the sum of four draws: the
 gaps that floating-point numbers leave in a single draw would reveal information about the value it is added to
-(Mironov, CCS 2012; the remedy is that of Holohan and Braghin, arXiv 2107.10138).
+(Mironov, CCS 2012; the remedy is that of Holohan and Braghin, arXiv 2107.10138). The low bits of a noisy value reveal
+it, too, where the noise has coarser steps (Haney et al., arXiv 2207.13793), so ``add_gaussian`` rounds them off.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 KEY_BYTES = 32
 _TERMS = 4
 _BITS = 52  # plus one half, exact in a float64
+_ROUNDING = 30  # bits of a sum below the standard deviation of its noise; a float64 has 22 more
 
 
 def derive_seed_key(seed: int) -> bytes:
@@ -35,6 +38,19 @@ def draw_gaussian(key: bytes, shape: torch.Size, *label: int | str) -> Tensor:
     uniform = _draw_uniform(key, _TERMS * count, label)
     normals = torch.special.ndtri(uniform).view(_TERMS, count).sum(0) / _TERMS**0.5
     return normals.view(shape)
+
+
+def add_gaussian(value: Tensor, std: float, key: bytes, *label: int | str) -> Tensor:
+    """Add Gaussian noise to a value, and round the sum to steps that depend on the noise alone; float64 on the CPU.
+
+    Args:
+        std: Standard deviation of the noise.
+        key: Key of 32 bytes.
+        label: Name of the draw (``draw_gaussian``).
+    """
+    step = 2.0 ** (math.frexp(std)[1] - _ROUNDING)
+    noisy = value.detach().cpu().double() + std * draw_gaussian(key, value.shape, *label)
+    return (noisy / step).round() * step
 
 
 def draw_poisson_sample(key: bytes, rate: float, count: int, *label: int | str) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from fedspan.assembly.federation import compute_client_scaling
 from fedspan.assembly.head import STATISTICS_CLIP
+from fedspan.clients.metric_noise import round_count
 from fedspan.config import RunConfig
 from fedspan.config.federation import FractionRanks, RandomRanks
 from fedspan.config.node import NodeConfig, NodeLimits
@@ -220,13 +221,17 @@ def require_workload(
 
 
 def _count_own_passes(config: RunConfig, examples: int) -> Callable[[int, int | None], int]:
-    """Return a function that counts the passes of fedspan's own engines in some steps, or in some epochs."""
-    training = config.training
+    """Return a function that bounds the passes of fedspan's own engines in some steps, or in some epochs.
+
+    The bound follows from the rounded number of examples: a server that varies epochs and batches would find the exact
+    one from which of its runs are refused.
+    """
+    training, most = config.training, round_count(examples) + 10 ** max(0, len(str(examples)) - 2) - 1
 
     def count(epochs: int, steps: int | None) -> int:
         if steps is not None:
             return steps * training.gradient_accumulation_steps
-        return epochs * math.ceil(examples / training.batch_size)
+        return epochs * math.ceil(most / training.batch_size)
 
     return count
 

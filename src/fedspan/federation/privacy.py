@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fedspan.core.method import Memory, Method
-from fedspan.core.noise import compute_tensor_digest, draw_gaussian, draw_poisson_sample
+from fedspan.core.noise import add_gaussian, compute_tensor_digest, draw_poisson_sample
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message, Reduced, ServerState
 from fedspan.errors import FedspanError
@@ -232,4 +232,4 @@ def _add_noise(change: Mapping[str, Tensor], privacy: Privacy, noise: float, *la
     std = noise * privacy.clip
     if privacy.secret:  # a repeated order yields either the same reply or one with different noise
         label = (*label, compute_tensor_digest(change), repr(std))
-    return {name: value + std * draw_gaussian(privacy.key, value.shape, *label, name) for name, value in change.items()}
+    return {name: add_gaussian(value, std, privacy.key, *label, name) for name, value in change.items()}

@@ -14,7 +14,7 @@ import torch
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 
-from fedspan.core.noise import compute_tensor_digest, draw_gaussian
+from fedspan.core.noise import add_gaussian, compute_tensor_digest
 from fedspan.training.jobs import Assignment, Privacy
 
 
@@ -34,8 +34,8 @@ class _Keyed(DPOptimizer):
         else:
             label = self.label
         for (name, total), p in zip(sums.items(), self.params, strict=True):
-            noise = draw_gaussian(self.key, p.shape, *label, name) * (self.noise_multiplier * self.max_grad_norm)
-            p.grad = (total + noise.to(total)).view_as(p)
+            noisy = add_gaussian(total, self.noise_multiplier * self.max_grad_norm, self.key, *label, name)
+            p.grad = noisy.to(total).view_as(p)
 
 
 def _sum_of(parameter: Tensor) -> Tensor:
