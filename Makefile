@@ -96,9 +96,8 @@ NEWEST := .venv-newest
 # What the tests of both need beside the package: the extras that they use, and the oracle of the scores of entities.
 VERSIONED := '.[deploy,quantization,secagg,sentence-transformers,seq2seq,trl]'
 VERSIONED_TESTS := tests/training/trainers tests/models/test_families.py tests/models/test_plain.py \
-                   tests/models/test_decoders.py tests/models/test_export.py tests/models/test_targets.py \
                    tests/models/test_loading.py tests/models/test_models_private_names.py \
-                   tests/assembly/test_objects.py tests/assembly/test_own_trainers.py \
+                   tests/assembly/test_setup.py tests/assembly/test_own_trainers.py \
                    tests/deployment/test_trainer_node.py tests/tasks/test_definition.py
 
 # Fails where the packages cannot be downloaded, as without a network.

@@ -46,14 +46,11 @@ LONGEST = [
         "cli/test_reproduce",
         "evidence/test_claims",
         "wrappers/test_wrapper",
-        "wrappers/test_wrapper_effects",
         "assembly/test_own_trainers",
-        "methods/test_method_messages",
         "methods/test_method_claims",
-        "cli/test_cli_interruption",
         "errors/test_mistakes",
-        "runs/test_image_runs",
-        "reproduction/test_rehearsal",
+        "runs/test_trained_models",
+        "reproduction/test_presets",
     )
 ]
 """Files that take more than 15 seconds, with the slow tests of a step or without, to be handed out first."""

@@ -33,16 +33,7 @@ SHOWN = 5
 
 
 def fuzz(name: str, seed: int, numbers: Iterable[int]) -> tuple[int, int]:
-    """Feed a target with inputs.
-
-    Args:
-        name: Name of the target.
-        seed: Seed of all inputs.
-        numbers: Numbers of the inputs.
-
-    Returns:
-        The number of inputs, and of findings, which are printed.
-    """
+    """Feed a target with inputs of these numbers; returns the number of inputs, and of findings, which are printed."""
     from helpers.fuzz_targets import TARGETS
 
     target = TARGETS[name]()

@@ -22,7 +22,7 @@ from evidence.claims import report
 from evidence.claims.rolora_mnist import CLASSES, PIXELS, Classification, Data, load
 from fedspan.core.method import compute_scaling
 from fedspan.core.tensors import create_generator
-from fedspan.core.values import Client, OptimizerSpec
+from fedspan.core.values import Client
 from fedspan.errors import FedspanError
 from fedspan.experiments.intervals import compare_pairs
 from fedspan.federation.evaluation import Evaluator
@@ -69,8 +69,7 @@ def run(data: Data, reading: str, lr: float, seed: int, rounds: int, steps: int)
             layer.weight.uniform_(-bound, bound, generator=create_generator(seed, "start", name))
     model = nn.Sequential(OrderedDict(hidden=layers["hidden"], relu=nn.ReLU(), out=layers["out"]))
     adapted = AdaptedModel(model, layers, {})
-    spec = OptimizerSpec("adamw", lr=lr)
-    training = TrainingSettings(spec, batch_size=BATCH, steps=steps, max_grad_norm=0.0, group_by_length=False)
+    training = TrainingSettings(lr=lr, batch_size=BATCH, local_steps=steps, max_grad_norm=0.0, group_by_length=False)
     name, options = READINGS[reading]
     method = get_method_class(name)(spec=adapted.spec, seed=seed, r=RANK, lora_alpha=2.0 * RANK, **options)
     empty, scaling = np.array([], dtype=np.int64), compute_scaling(2.0 * RANK, RANK)

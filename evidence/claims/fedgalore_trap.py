@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from evidence.claims import report
 from fedspan.core.parametrization import Dense, LoRA, Parametrization, Projected
 from fedspan.core.tensors import create_generator, join_tensor_name
-from fedspan.core.values import Group, Job, OptimizerSpec, Refresh
+from fedspan.core.values import Group, Job, Refresh
 from fedspan.experiments.intervals import compare_pairs
 from fedspan.models.adapted import AdaptedModel
 from fedspan.training.jobs import Assignment, TrainingSettings
@@ -238,8 +238,8 @@ def train(method: str, setting: Setting, trials: Trials, W: Tensor) -> Tensor:
     adapted, task = AdaptedModel(model, targets, {}), Landscape(setting, trials)
     full = method == "full"
     lr = 1 / setting.steep if full or setting.lr is None else setting.lr
-    spec = OptimizerSpec("sgd" if full else setting.optimizer, lr=lr)
-    local = TrainingSettings(spec, batch_size=1, max_grad_norm=0.0, group_by_length=False)
+    optimizer = "sgd" if full else setting.optimizer
+    local = TrainingSettings(optimizer=optimizer, lr=lr, batch_size=1, max_grad_norm=0.0, group_by_length=False)
     engine = LoopEngine(adapted, task, local, seed=0)  # type: ignore[arg-type]
     todo = build_job(method, setting, trials, W, list(targets))
     trained = engine.train(Assignment("one", 0, todo, np.arange(1), lr), Identity())  # type: ignore[arg-type]

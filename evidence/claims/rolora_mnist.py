@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from evidence.claims import report
 from fedspan.core.method import compute_scaling
 from fedspan.core.tensors import create_generator
-from fedspan.core.values import Client, OptimizerSpec
+from fedspan.core.values import Client
 from fedspan.errors import FedspanError
 from fedspan.experiments.intervals import compare_pairs, compare_to
 from fedspan.federation.evaluation import Evaluator
@@ -147,7 +147,7 @@ def build(data: Data, method: str, clients: int, lr: float, seed: int, rounds: i
     model = nn.Sequential(OrderedDict(hidden=hidden, relu=ReLU(), out=W_out))
     adapted = AdaptedModel(model, {"hidden": hidden}, {})
     training = TrainingSettings(
-        OptimizerSpec("sgd", lr=lr), batch_size=BATCH, epochs=EPOCHS, max_grad_norm=0.0, group_by_length=False
+        optimizer="sgd", lr=lr, batch_size=BATCH, local_epochs=EPOCHS, max_grad_norm=0.0, group_by_length=False
     )
     engine = LoopEngine(adapted, Classification(), training, seed)
     # Section 5.2: "A is initialized to a random Gaussian matrix"; its variance is PEFT's, 1/r^2.

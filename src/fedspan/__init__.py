@@ -38,7 +38,7 @@ _HOMES = {
     "TaskDefinition": "fedspan.tasks.definition",
     "TorchTrainer": "fedspan.training.trainers.torch_loop",
     "TrainingRound": "fedspan.training.trainers.torch_loop",
-    "Watcher": "fedspan.experiments.watcher",
+    "Watcher": "fedspan.experiments.series",
     "compare": "fedspan.experiments.run_comparison",
     "diagnose": "fedspan.runs.diagnose",
     "dry_run": "fedspan.reproduction.rehearsal",

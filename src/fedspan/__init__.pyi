@@ -13,7 +13,7 @@ from fedspan.experiments.run_comparison import resume_compare as resume_compare
 from fedspan.experiments.run_search import resume_sweep as resume_sweep
 from fedspan.experiments.run_search import sweep as sweep
 from fedspan.experiments.search import SweepReport as SweepReport
-from fedspan.experiments.watcher import Watcher as Watcher
+from fedspan.experiments.series import Watcher as Watcher
 from fedspan.methods.describe import list_methods as list_methods
 from fedspan.methods.registry import register as register
 from fedspan.models.names import resolve_model as resolve_model

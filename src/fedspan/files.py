@@ -160,11 +160,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file.
-
-    Raises:
-        FedspanError: If it is missing or cannot be read.
-    """
+    """Read a file."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -177,11 +173,7 @@ def _build_unreadable_error(path: Path, error: OSError) -> FedspanError:
 
 
 def compute_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content, in hexadecimal digits.
-
-    Raises:
-        FedspanError: If it is missing or cannot be read.
-    """
+    """Return the SHA-256 of a file's content, in hexadecimal digits."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -40,7 +40,6 @@ class Position(NamedTuple):
 
 
 EMPTY = Position(0, "0" * 64)
-"""The position of a log without lines."""
 
 
 def encode_chain_line(head: str, row: Mapping[str, object]) -> tuple[str, bytes]:
@@ -70,7 +69,6 @@ def _read_lines(path: Path, data: bytes, head: str = EMPTY.head, first: int = 1)
 
     Args:
         data: Content of the file from the line ``first`` on.
-        head: The ``chain`` of the line before.
     """
     *lines, rest = data.split(b"\n")
     for number, line in enumerate(lines, first):
@@ -174,11 +172,7 @@ class LogFollower:
 
 
 def find_position(path: Path) -> Position:
-    """Return the end of a log's last complete line; ``EMPTY`` if there is no file.
-
-    Raises:
-        FedspanError: If a line does not continue the chain.
-    """
+    """Return the end of a log's last complete line; ``EMPTY`` if there is no file."""
     data = read_bytes(path) if path.exists() else b""
     return _compute_position(path, data)
 
@@ -242,11 +236,7 @@ class JsonLines:
         self._head = self._position.head
 
     def append(self, row: Mapping[str, object]) -> None:
-        """Add a line. It reaches the file at the next ``commit``.
-
-        Raises:
-            TypeError: If a value has no JSON form, such as a tensor.
-        """
+        """Add a line. It reaches the file at the next ``commit``."""
         self._head, line = encode_chain_line(self._head, row)
         self._pending.append(line)
 
@@ -336,9 +326,5 @@ class AuditLog:
         return EMPTY
 
     def read(self) -> list[dict[str, object]]:
-        """Return all entries, after checking that each continues the chain.
-
-        Raises:
-            FedspanError: If a line was changed; the error names its number.
-        """
+        """Return all entries, after checking that each continues the chain."""
         return list(read_lines(self.path))

@@ -163,21 +163,13 @@ class RunFolder:
         return run
 
     def require_own(self) -> None:
-        """Check that the run's files and folders are its own: neither the logs nor ``checkpoints/`` may be links.
-
-        Raises:
-            FedspanError: If one is a link. The run folder itself may be.
-        """
+        """Check that the run's files and folders are its own: neither the logs nor ``checkpoints/`` may be links."""
         logs = (self.config, self.metrics, self.ledger, self.partition, self.report)
         for path in (self.checkpoints, self.clients, self.best, self.predictions, self.adapter, self.baselines, *logs):
             require_no_link(path)
 
     def require_empty(self) -> None:
-        """Reject a folder that a new run cannot use.
-
-        Raises:
-            FedspanError: If the folder is not empty, or is a file.
-        """
+        """Reject a folder that a new run cannot use."""
         if self.path.exists() and not self.path.is_dir():
             raise FedspanError(
                 "run folder", str(self.path), problem=f"{str(self.path)!r} is a file. Choose another name"
@@ -220,11 +212,7 @@ class RunFolder:
         self.close()
 
     def read_config_text(self) -> str:
-        """Read the text of config.yaml.
-
-        Raises:
-            FedspanError: If it is missing or not UTF-8.
-        """
+        """Read the text of config.yaml."""
         try:
             return read_bytes(self.config).decode()
         except UnicodeDecodeError as error:
@@ -233,28 +221,16 @@ class RunFolder:
             ) from error
 
     def write_json(self, path: Path, value: object) -> None:
-        """Write one of the run's JSON files (``run.partition``, ``run.report``) atomically.
-
-        Raises:
-            FedspanError: If the disk is full or cannot be written.
-        """
+        """Write one of the run's JSON files (``run.partition``, ``run.report``) atomically."""
         with convert_disk_errors(self.path):
             write_atomic(path, (to_json(value, indent=2) + "\n").encode())
 
     def write_sealed(self, path: Path, values: Mapping[str, object]) -> None:
-        """Write a JSON object with its own SHA-256 in the field ``sha256``, for ``read_sealed``.
-
-        Raises:
-            FedspanError: If the disk is full or cannot be written.
-        """
+        """Write a JSON object with its own SHA-256 in the field ``sha256``, for ``read_sealed``."""
         self.write_json(path, {**values, "sha256": _seal(values)})
 
     def read_sealed(self, path: Path) -> dict[str, Any]:
-        """Read what ``write_sealed`` wrote, without the field ``sha256``.
-
-        Raises:
-            FedspanError: If it is missing, no JSON object, or was changed.
-        """
+        """Read what ``write_sealed`` wrote, without the field ``sha256``."""
         content = self.read_json(path)
         if not isinstance(content, dict):
             raise FedspanError(str(path), content, "a JSON object")
@@ -265,11 +241,7 @@ class RunFolder:
         return values
 
     def read_json(self, path: Path) -> object:
-        """Read the value in one of the run's JSON files.
-
-        Raises:
-            FedspanError: If it is missing or not JSON.
-        """
+        """Read the value in one of the run's JSON files."""
         try:
             return from_json(read_bytes(path))
         except ValueError as error:
@@ -285,9 +257,7 @@ class Records:
     """What a finished run's report names beside the results.
 
     Args:
-        config: The configuration (``describe_config``).
         files: SHA-256 of inputs and results, by path relative to the run folder.
-        positions: The ends of the logs, by file name.
     """
 
     config: str
@@ -322,9 +292,6 @@ def require_same_files(run_folder: RunFolder, digests: Mapping[str, str], source
     Args:
         digests: SHA-256 of the files, by path relative to the run folder. Other files are not checked.
         source: What names the digests, for the error.
-
-    Raises:
-        FedspanError: If a file is missing or differs; the error names the remedy.
     """
     for name, digest in digests.items():
         path = run_folder.path / name
@@ -347,9 +314,6 @@ def require_intact_model(folder: Path) -> None:
 
     Args:
         folder: Folder of the model; nothing names the files of one that is not in a run's ``adapter/``.
-
-    Raises:
-        FedspanError: If a file is missing or not what the run wrote, or the report was changed.
     """
     for path in dict.fromkeys((Path(os.path.abspath(folder)), Path(os.path.realpath(folder)))):  # links, too
         for parent in path.parents[:2]:  # adapter/ or, in it, the folder of a client

@@ -9,15 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForCausalLM,
-    BertForQuestionAnswering,
-    BitsAndBytesConfig,
-    TrainerCallback,
-)
 
 import fedspan
 from fedspan.assembly.own_trainers import TrainerRuns, adopt_trainers
@@ -188,7 +183,7 @@ def refusal(tiny_folder: Path, tmp_path: Path, trainer: Any, **changes: Any) -> 
     return str(caught.value)
 
 
-class Meddler(TrainerCallback):
+class Meddler(transformers.TrainerCallback):
     def __init__(self, action: Any) -> None:
         self._action = action
 
@@ -227,7 +222,7 @@ def test_a_trainer_that_breaks_the_model_gives_no_reply(
     assert re.search(reason, refusal(tiny_folder, tmp_path, trainer))
 
 
-class EvaluationMeddler(TrainerCallback):
+class EvaluationMeddler(transformers.TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         _change_base(model)
 
@@ -431,17 +426,17 @@ def notes_of(caplog: CapturedLog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("fedspan.")]
 
 
-class Stopper(TrainerCallback):
+class Stopper(transformers.TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop = True
 
 
-class EpochStopper(TrainerCallback):
+class EpochStopper(transformers.TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_epoch_stop = True
 
 
-class AccumulationStopper(TrainerCallback):
+class AccumulationStopper(transformers.TrainerCallback):
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_epoch_stop = state.global_step == 1
 
@@ -463,7 +458,11 @@ class AccumulationStopper(TrainerCallback):
     ],
 )
 def test_a_callback_that_stops_a_round_early_gives_no_reply(
-    stopper: type[TrainerCallback], training: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path
+    stopper: type[transformers.TrainerCallback],
+    training: dict[str, Any],
+    reason: str,
+    tiny_folder: Path,
+    tmp_path: Path,
 ) -> None:
     accumulated = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}  # two steps of four examples
     args = arguments(tmp_path / "trainer", **(accumulated if stopper is AccumulationStopper else {}))
@@ -480,7 +479,7 @@ def test_a_callback_that_stops_a_round_early_gives_no_reply(
     ],
 )
 def test_a_callback_that_stops_with_the_last_step_stops_nothing_early(
-    stopper: type[TrainerCallback], training: dict[str, Any], batch: int, tiny_folder: Path, tmp_path: Path
+    stopper: type[transformers.TrainerCallback], training: dict[str, Any], batch: int, tiny_folder: Path, tmp_path: Path
 ) -> None:
     args = arguments(tmp_path / "trainer", per_device_train_batch_size=batch)
     trainer = make_trainer(tiny_folder, "east", callbacks=[stopper()], args=args)
@@ -571,7 +570,7 @@ def test_the_head_of_question_answering_trains_and_is_exported(
 ) -> None:
     def load() -> Any:
         torch.manual_seed(4)
-        return BertForQuestionAnswering.from_pretrained(tiny_folder / "bert").eval()
+        return transformers.BertForQuestionAnswering.from_pretrained(tiny_folder / "bert").eval()
 
     model = load()
     before = model.qa_outputs.weight.detach().clone()
@@ -579,7 +578,7 @@ def test_the_head_of_question_answering_trains_and_is_exported(
     fedspan.simulate(settings(federation={"rounds": 1}), tmp_path / "run", trainers={"east": loop})
     assert not notes_of(caplog)
     torch.manual_seed(77)  # another random head
-    fresh = BertForQuestionAnswering.from_pretrained(tiny_folder / "bert").eval()
+    fresh = transformers.BertForQuestionAnswering.from_pretrained(tiny_folder / "bert").eval()
     assert not torch.equal(fresh.qa_outputs.weight, before)
     peft_model = PeftModel.from_pretrained(fresh, str(tmp_path / "run" / "adapter"))
     trained = peft_model.base_model.model.qa_outputs.modules_to_save["default"].weight
@@ -674,8 +673,8 @@ def test_an_evaluation_that_fails_is_reported_with_client_and_round(tiny_folder:
 
 def test_a_plain_loop_trains_on_a_quantized_base(decoders: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="the extra fedspan[quantization] is not installed")
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    model = AutoModelForCausalLM.from_pretrained(decoders / "llama-lm", quantization_config=quantization)
+    quantization = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = transformers.AutoModelForCausalLM.from_pretrained(decoders / "llama-lm", quantization_config=quantization)
     stored = {name: value.clone() for name, value in model.named_parameters() if not value.is_floating_point()}
     tokens = torch.arange(3, 27).reshape(8, 3)
     losses: list[float] = []

@@ -1,18 +1,14 @@
 """A run that is finished, one that was stopped, and configs for the commands."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from click.testing import Result
 
 from helpers import tiny
-
-Call = Callable[..., Result]
-Write = Callable[..., Path]
+from helpers.command_line import Call, Write
 
 
 @pytest.fixture(scope="session")

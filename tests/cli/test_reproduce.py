@@ -11,19 +11,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from click.testing import Result
 
 import fedspan
 from fedspan import FedspanError, Watcher
 from fedspan.config import parse_config
-from fedspan.config.privacy import PrivacyConfig
+from fedspan.config.sections import PrivacyConfig
 from fedspan.experiments.execution import FinishedRuns
 from fedspan.experiments.series import Step
 from fedspan.reproduction import reproduce
 from fedspan.reproduction.presets import Preset, list_presets, read_preset
 from helpers import tiny
-
-Call = Callable[..., Result]
+from helpers.command_line import Call
 
 
 class Stop(BaseException):

@@ -2,23 +2,18 @@
 
 import csv
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 import yaml
-from click.testing import Result
 from peft import PeftModel
 
 import fedspan
 from fedspan.errors import FedspanError
 from helpers import tiny, tiny_decoders, tiny_images
-from helpers.command_line import done
-
-Call = Callable[..., Result]
-Write = Callable[..., Path]
+from helpers.command_line import Call, Write, done
 
 
 def test_predict(call: Call, finished: Path, tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ def prepare_private(folder: Path, method: str) -> Prepared:
 
 def make_host(prepared: Prepared, folder: Path, *, secret: bool = True) -> Host:
     here, engine = prepared.federation, prepared.engine
-    settings = replace(engine.settings, privacy=replace(engine.settings.privacy, secret=secret))
-    loop = LoopEngine(engine.adapted, prepared.task, settings, engine.seed)
+    privacy = replace(engine.privacy, secret=secret)
+    loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed, privacy=privacy)
     return Host(here.method, loop, here.clients, here.examples, DiskClientStore(folder), 32)
 
 
@@ -77,7 +77,7 @@ def add_to_tensors(order: Order, value: float) -> Order:
 
 def draw_samples(host: Host, order: Order) -> list[list[int]]:
     (assignment,) = host.make_first_assignments([order])
-    privacy = host.engine.settings.privacy
+    privacy = host.engine.privacy
     assert isinstance(privacy, Privacy)
     return [sample.tolist() for sample in draw_poisson_batches(privacy, host.engine.settings, assignment)]
 

@@ -8,14 +8,6 @@ import numpy as np
 import pytest
 
 from fedspan.clients import metric_noise
-from fedspan.clients.metric_noise import (
-    MetricLimits,
-    add_noise,
-    draw_noise,
-    list_released_metrics,
-    round_count,
-    score_parts,
-)
 
 BOUND = 2.0
 
@@ -27,12 +19,12 @@ def make_task(metric: str = "accuracy", *, has_losses: bool = True) -> Any:
 
 
 def release(metrics: dict[str, float], measured: int, examples: int, task: Any = None) -> dict[str, float]:
-    return add_noise(metrics, measured, examples, 1.0, task or make_task())
+    return metric_noise.add_noise(metrics, measured, examples, 1.0, task or make_task())
 
 
 def test_noise_is_geometric_on_both_sides() -> None:
     scale, count = 20.0, 20_000
-    draws = [draw_noise(scale) for _ in range(count)]
+    draws = [metric_noise.draw_noise(scale) for _ in range(count)]
     assert abs(sum(draws)) / count < 5 * scale * math.sqrt(2 / count)
     assert sum(map(abs, draws)) / count == pytest.approx(scale, rel=0.05)
     ratio = math.exp(-1 / scale)
@@ -67,10 +59,10 @@ def test_examples_that_were_not_measured_count_as_wrong_whatever_their_number(mo
 def test_an_infinite_metric_is_as_present_as_any_other() -> None:
     """An example whose loss overflows makes the perplexity infinite: whether it is sent would tell of that example."""
     for perplexity in (9.0, math.inf):
-        released = score_parts(
+        released = metric_noise.score_parts(
             {"test": np.arange(100)},
             lambda *_, value=perplexity: {"loss": 1.0, "perplexity": value},
-            MetricLimits(epsilon=1.0),
+            metric_noise.MetricLimits(epsilon=1.0),
             make_task("perplexity"),
         )
         assert released["test"].keys() == {"examples", "loss", "perplexity"}
@@ -78,9 +70,9 @@ def test_an_infinite_metric_is_as_present_as_any_other() -> None:
 
 def test_only_means_over_examples_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metric_noise, "draw_noise", lambda scale: 0)
-    assert list_released_metrics(make_task("macro_f1")) == ["loss"]
-    assert list_released_metrics(make_task("macro_f1", has_losses=False)) == []
-    assert list_released_metrics(make_task("loss")) == ["loss"]
+    assert metric_noise.list_released_metrics(make_task("macro_f1")) == ["loss"]
+    assert metric_noise.list_released_metrics(make_task("macro_f1", has_losses=False)) == []
+    assert metric_noise.list_released_metrics(make_task("loss")) == ["loss"]
     measured = {"loss": 1.0, "perplexity": 99.0, "macro_f1": 0.5, "matthews": 0.1}
     released = release(measured, 100, 100, make_task("macro_f1"))
     assert released == {"examples": 100.0, "loss": 1.0, "perplexity": math.e}
@@ -97,4 +89,4 @@ def test_what_is_released_is_possible(count: int) -> None:
 
 @pytest.mark.parametrize(("count", "declared"), [(0, 0), (7, 7), (99, 99), (101, 100), (199, 190), (12_345, 12_000)])
 def test_counts_are_rounded_down(count: int, declared: int) -> None:
-    assert round_count(count) == declared
+    assert metric_noise.round_count(count) == declared

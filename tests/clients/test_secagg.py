@@ -27,23 +27,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.changes import clip_change, compute_change
 from fedspan.federation.protocol import ClientFacts, Masking, Order
-from fedspan.federation.secagg.messages import (
-    MASKED,
-    Agreement,
-    ConfirmOrder,
-    ConfirmReply,
-    KeysOrder,
-    PublicKeys,
-    SharesOrder,
-    SharesReply,
-    UnmaskOrder,
-    build_session_context,
-    compute_facts_digest,
-    compute_layout_digest,
-    compute_share,
-    create_initial_values,
-    unflatten_change,
-)
+from fedspan.federation.secagg import messages
 from fedspan.federation.secagg.session import Masked, SharesError, require_openable, unmask
 from fedspan.federation.settings import SecureSettings
 
@@ -66,15 +50,15 @@ class Sums:
     ) -> None:
         self.sessions, self.weights, self.start, self.session = session_store, weights, start, session
         self.clip, self.bits = options.get("clip", 10.0), options.get("bits", 32)
-        self.keys: dict[str, PublicKeys] = {}
+        self.keys: dict[str, messages.PublicKeys] = {}
         self.sealed: dict[str, Mapping[str, bytes]] = {}
-        self.agreements: dict[str, Agreement] = {}
-        self.confirmed: dict[str, ConfirmReply] = {}
+        self.agreements: dict[str, messages.Agreement] = {}
+        self.confirmed: dict[str, messages.ConfirmReply] = {}
 
     def client(self, id: str, least: int = 3, **owner: Any) -> SecureClient:
         return SecureClient(id, self.sessions, least, **owner)
 
-    def agreement(self, **changes: Any) -> Agreement:
+    def agreement(self, **changes: Any) -> messages.Agreement:
         given: dict[str, Any] = {
             "config": "",
             "task": "train",
@@ -86,10 +70,10 @@ class Sums:
             "clip": self.clip,
             "bits": self.bits,
             "top": max(self.weights[id] for id in self.keys),
-            "layout": compute_layout_digest(create_initial_values(self.start, self.start)),
-            "facts": compute_facts_digest(self.facts()),
+            "layout": messages.compute_layout_digest(messages.create_initial_values(self.start, self.start)),
+            "facts": messages.compute_facts_digest(self.facts()),
         }
-        return Agreement(**{**given, **changes})
+        return messages.Agreement(**{**given, **changes})
 
     def facts(self) -> tuple[ClientFacts, ...]:
         return tuple(ClientFacts.from_client(self.describe(id)) for id in sorted(self.keys))
@@ -102,14 +86,14 @@ class Sums:
 
     def give_keys(self, *ids: str) -> None:
         for id in ids:
-            answer = self.client(id).answer(KeysOrder(**self.common(id)))
+            answer = self.client(id).answer(messages.KeysOrder(**self.common(id)))
             self.keys[id] = answer.keys
 
-    def shares_order(self, id: str, **changes: Any) -> SharesOrder:
+    def shares_order(self, id: str, **changes: Any) -> messages.SharesOrder:
         given = {"peers": self.keys, "agreement": self.agreed(id), "facts": self.facts(), **changes}
-        return SharesOrder(**self.common(id), **given)
+        return messages.SharesOrder(**self.common(id), **given)
 
-    def agreed(self, id: str) -> Agreement:
+    def agreed(self, id: str) -> messages.Agreement:
         """What a client is told to agree to."""
         return self.agreements.get(id, self.agreement())
 
@@ -132,23 +116,23 @@ class Sums:
     def vector(self, id: str, values: Mapping[str, Tensor], **changes: Any) -> np.ndarray[Any, Any]:
         order, masking = self.order(id, **changes)
         message, _ = self.client(id).mask(order, masking, Contribution(sum=values), self.start)
-        return message.tensors[MASKED].numpy()
+        return message.tensors[messages.MASKED].numpy()
 
-    def confirm_order(self, id: str, stayed: Any, **changes: Any) -> ConfirmOrder:
+    def confirm_order(self, id: str, stayed: Any, **changes: Any) -> messages.ConfirmOrder:
         present = self.present()
         given: dict[str, Any] = {
             "survivors": tuple(peer for peer in present if peer in stayed),
             "dropped": tuple(peer for peer in present if peer not in stayed),
             "sealed": {peer: self.sealed[peer][id] for peer in present},
         }
-        return ConfirmOrder(**self.common(id), **{**given, **changes})
+        return messages.ConfirmOrder(**self.common(id), **{**given, **changes})
 
     def confirm(self, survivors: Any, *ids: str) -> None:
         for id in ids:
             self.confirmed[id] = self.client(id).answer(self.confirm_order(id, survivors))
 
-    def unmask_order(self, id: str) -> UnmaskOrder:
-        return UnmaskOrder(
+    def unmask_order(self, id: str) -> messages.UnmaskOrder:
+        return messages.UnmaskOrder(
             **self.common(id), signatures={peer: answer.signature for peer, answer in self.confirmed.items()}
         )
 
@@ -163,7 +147,7 @@ class Sums:
         ring, total, _ = self.unmask(vectors, {id: self.opened(id, set(vectors)) for id in opening})
         top = self.agreement().top
         share = sum(self.weights[id] / top for id in vectors)
-        return unflatten_change(ring.decode(total) / share, self.start), ring.bound_error(len(vectors)) / share
+        return messages.unflatten_change(ring.decode(total) / share, self.start), ring.bound_error(len(vectors)) / share
 
     def unmask(self, vectors: Mapping[str, Any], opened: Mapping[str, Any]) -> tuple[Ring, Any, Mapping[str, str]]:
         """The ring, the sum without its masks, and the clients that revealed wrong shares."""
@@ -171,7 +155,7 @@ class Sums:
         total = np.zeros(sum(value.numel() for value in self.start.values()), ring.dtype)
         for vector in vectors.values():
             total += vector.view(ring.dtype)
-        transcript = self.agreement().build_transcript(build_session_context("run", self.session), self.keys)
+        transcript = self.agreement().build_transcript(messages.build_session_context("run", self.session), self.keys)
         unopened = {id: answer.unopened for id, answer in self.confirmed.items()}
         needed = self.threshold()
         masked = Masked(transcript, self.present(), needed, self.keys, self.sealed, set(vectors), unopened)
@@ -249,7 +233,7 @@ def require_refused(what: str, call: Any, *arguments: Any, **options: Any) -> No
 def test_phases_come_in_their_order_each_once(session_store: SessionStore) -> None:
     made = sums(session_store)
     made.give_keys(*IDS)
-    require_refused("a number above 1", made.client("a").answer, KeysOrder(**made.common("a")))
+    require_refused("a number above 1", made.client("a").answer, messages.KeysOrder(**made.common("a")))
     for id in IDS:
         made.sealed[id] = dict.fromkeys(IDS, bytes(92))
     require_refused("phases must come in order", made.client("a").require_maskable, *made.order("a"))
@@ -265,7 +249,7 @@ def test_phases_come_in_their_order_each_once(session_store: SessionStore) -> No
     for survivors in (IDS, IDS[:3]):  # again, and with another set of survivors
         require_refused("phases must come in order", made.client("a").answer, made.confirm_order("a", survivors))
     require_refused("phases must come in order", made.client("a").answer, made.unmask_order("a"))
-    require_refused("a number above 1,", made.client("a").answer, KeysOrder(**made.common("a")))
+    require_refused("a number above 1,", made.client("a").answer, messages.KeysOrder(**made.common("a")))
 
 
 def test_a_new_session_ends_the_last_one_whatever_phase_it_was_in(session_store: SessionStore) -> None:
@@ -277,7 +261,7 @@ def test_a_new_session_ends_the_last_one_whatever_phase_it_was_in(session_store:
     later.give_keys(*IDS)
     assert later.keys["a"] != made.keys["a"]
     require_refused("the client's last session", made.client("a").answer, made.confirm_order("a", IDS))
-    require_refused("a number above 2,", made.client("a").answer, KeysOrder(**made.common("a")))
+    require_refused("a number above 2,", made.client("a").answer, messages.KeysOrder(**made.common("a")))
     unknown = sums(session_store, session=3)
     unknown.keys = later.keys
     require_refused("the client's last session", unknown.client("a").answer, unknown.shares_order("a"))
@@ -317,8 +301,8 @@ def test_a_vector_is_masked_with_enough_of_those_who_got_shares_or_not_at_all() 
         client.require_maskable,
         *made.order("a", peers=("a", "b")),
     )
-    assert compute_share(1.5, 1.25) == 1.0, "a larger weight counts as the largest one that all agreed on"
-    assert compute_share(0.25, 1.25) == 0.2
+    assert messages.compute_share(1.5, 1.25) == 1.0, "a larger weight counts as the largest one that all agreed on"
+    assert messages.compute_share(0.25, 1.25) == 0.2
     client.require_maskable(*made.order("a"))
     client.require_maskable(*made.order("a"))  # asking is no phase
 
@@ -496,7 +480,7 @@ def test_an_order_is_the_one_that_was_agreed_on() -> None:
     require_refused("facts about this client differ", client.require_maskable, *made.order("a", client=None))
     early = sums_of_keys()
     for shown in (early.facts()[1:], early.facts()[::-1], early.facts()[:1] * 4):
-        agreement = early.agreement(facts=compute_facts_digest(shown))
+        agreement = early.agreement(facts=messages.compute_facts_digest(shown))
         order = early.shares_order("a", agreement=agreement, facts=shown)
         require_refused("the facts about the clients that sent keys", early.client("a").answer, order)
     told = early.shares_order("a", agreement=early.agreement(facts="0" * 64))
@@ -529,7 +513,7 @@ def test_a_victim_among_clients_that_were_told_otherwise_stays_hidden(lie: dict[
     for vector in vectors.values():
         total += vector.view(ring.dtype)
     session = made.sessions.load("a")
-    add_mask(total, SessionKeys.derive(session.secret, build_session_context("run", 1)).own, -1)
+    add_mask(total, SessionKeys.derive(session.secret, messages.build_session_context("run", 1)).own, -1)
     for id in IDS[1:]:
         add_mask(total, combine([shares[id] for shares in given.values()], made.threshold()), -1)
     assert float(np.abs(ring.decode(total) - 1.0).max()) > 1.0
@@ -541,13 +525,15 @@ def test_only_clients_that_the_owner_knows_share_a_sum(tmp_path: Path) -> None:
     known = {id: compute_fingerprint(owners[id].public) for id in IDS}
     made = sums()
     for id in IDS:
-        answer = made.client(id, identity=owners[id]).answer(KeysOrder(**made.common(id)))
+        answer = made.client(id, identity=owners[id]).answer(messages.KeysOrder(**made.common(id)))
         made.keys[id] = answer.keys
     client = made.client("a", identity=owners["a"], known=known)
     other = sums(session=2)
-    later = other.client("b", identity=owners["b"]).answer(KeysOrder(**other.common("b")))
-    invented = other.client("b", identity=owners["server"]).answer(KeysOrder(**{**other.common("b"), "session": 3}))
-    lies: list[tuple[dict[str, PublicKeys], str]] = [
+    later = other.client("b", identity=owners["b"]).answer(messages.KeysOrder(**other.common("b")))
+    invented = other.client("b", identity=owners["server"]).answer(
+        messages.KeysOrder(**{**other.common("b"), "session": 3})
+    )
+    lies: list[tuple[dict[str, messages.PublicKeys], str]] = [
         ({**made.keys, "e": invented.keys}, "'e' cannot share a sum with this node: it is not in this node's file"),
         ({**made.keys, "b": invented.keys}, "its key has another fingerprint"),
         ({**made.keys, "b": later.keys}, "the signature is not valid"),
@@ -557,7 +543,7 @@ def test_only_clients_that_the_owner_knows_share_a_sum(tmp_path: Path) -> None:
     for peers, why in lies:
         agreement = made.agreement(clients=len(peers), threshold=len(peers))
         require_refused(why, client.answer, made.shares_order("a", peers=peers, agreement=agreement))
-    assert isinstance(client.answer(made.shares_order("a")), SharesReply)
+    assert isinstance(client.answer(made.shares_order("a")), messages.SharesReply)
 
 
 def identity(path: Path) -> Identity:

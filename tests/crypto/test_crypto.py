@@ -38,7 +38,13 @@ from fedspan.crypto.keys import (
 )
 from fedspan.crypto.masks import Integers, add_mask
 from fedspan.crypto.shares import SHARE, combine, split
-from helpers.randomness import chi_square
+
+
+def chi_square(counts: np.ndarray[Any, Any]) -> float:
+    """Distance from a uniform distribution, in standard deviations of what chance makes of it."""
+    expected, free = counts.sum() / len(counts), len(counts) - 1
+    return float((((counts - expected) ** 2 / expected).sum() - free) / (2 * free) ** 0.5)
+
 
 U32, U64 = np.dtype("<u4"), np.dtype("<u8")
 SEED = bytes(range(32))

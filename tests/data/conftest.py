@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from fedspan.errors import FedspanError
-
-Refused = Callable[..., FedspanError]
+from helpers.refusals import Refused
 
 
 @pytest.fixture(scope="session")

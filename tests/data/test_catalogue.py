@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import string
-from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -15,26 +14,22 @@ import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 import fedspan
 from fedspan.config import parse_config
 from fedspan.data import DataConfig
 from fedspan.data.builtin import CORPORA
 from fedspan.data.catalogue import DatasetEntry, get_dataset_entry, list_datasets, render_snippet
-from fedspan.data.columns import LABELED_TEXTS
 from fedspan.data.dataset_defaults import fill_data_defaults
-from fedspan.data.files import read_source
-from fedspan.data.invalid_rows import drop_invalid_rows
 from fedspan.data.loading import LoadedData, load
 from fedspan.data.templates import parse_template
 from fedspan.errors import FedspanError
 from fedspan.tasks.metrics import METRICS
 from fedspan.tasks.registry import TASKS, get_task
 from helpers.fuzzing import answered, fuzz
-from helpers.written_data import config_for, written
+from helpers.refusals import Refused
+from helpers.written_data import config_for
 
-Refused = Callable[..., FedspanError]
 ENTRIES = {entry.key: entry for entry in list_datasets()}
 TEXTS = {key: entry for key, entry in ENTRIES.items() if entry.task != "image-classification"}
 EVERY = pytest.mark.parametrize("entry", ENTRIES.values(), ids=list(ENTRIES))
@@ -240,18 +235,7 @@ def test_incomplete_rows_are_dropped_where_it_is_known_that_there_are_some(tmp_p
     refused("data.train", str(nothing), ["every row of"], load, blank)
 
 
-def test_rows_are_still_counted_as_in_the_file_when_some_are_dropped(tmp_path: Path) -> None:
-    rows = [{"text": text, "label": label} for text, label in [("a", "x"), ("", "x"), ("b", "y"), ("c", "z")]]
-    source = read_source(DataConfig(train=str(write(tmp_path / "x.csv", rows))), "train", "data")
-    left = drop_invalid_rows(source, DataConfig(train="x.csv"), LABELED_TEXTS, "data", "train")
-    assert [left.row(index).split()[1] for index in range(3)] == ["2", "4", "5"]
-
-
 def test_mistakes_are_named(refused: Refused, tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match=r"no data set is named 'sst'. Did you mean 'sst2'"):
-        DataConfig(dataset="sst")
-    with pytest.raises(ValidationError, match=r"a file or a hub id, or data\.dataset"):
-        DataConfig()
     refused("data.train", None, ["not on the hub", "boolq/train.json"], load, dataset_config("boolq"), "data")
     clash = dataset_config("banking77", train="someone/banking", text="label")
     refused("data.dataset", "banking77", ["do not fit it: 'label' is also the column of text"], load, clash)
@@ -331,17 +315,6 @@ def test_published_files_load(
 def test_a_config_without_a_data_set_is_left_alone() -> None:
     config = DataConfig(train="x.csv", text="body")
     assert fill_data_defaults(config) is config
-
-
-def test_the_built_in_corpus_is_named_and_has_a_test_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedspan.data.builtin.files", lambda package: tmp_path)
-    folder = tmp_path / "corpus" / CORPORA["patient-messages"].folder
-    folder.mkdir(parents=True)
-    for split in ("train", "test"):
-        written(folder, f"{split}.csv", f"text,label\n{split} one,a\n{split} two,b\n")
-    data = load(config_for("builtin:patient-messages"))
-    assert data.train["text"][0] == "train one"
-    assert data.test["text"][0] == "test one"
 
 
 @pytest.mark.parametrize("name", CORPORA)

@@ -3,7 +3,7 @@
 import gzip
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
@@ -25,6 +25,7 @@ from fedspan.data.numbers import is_ambiguous, parse_numbers
 from fedspan.data.partition import partition
 from fedspan.data.source import Source, read_beginning
 from fedspan.errors import FedspanError
+from helpers.refusals import Refused
 from helpers.written_data import CSV, ROWS, config_for, written
 
 
@@ -174,9 +175,6 @@ def test_what_cannot_be_read_or_unpacked_is_an_error_of_the_disk(tmp_path: Path)
     path.write_bytes(gzip.compress(b"text,label\n" * 1000)[:-30] + b"x" * 30)
     with pytest.raises(OSError, match=r"zlib|CRC|inflate"):
         read_beginning(path, None)
-
-
-Refused = Callable[..., FedspanError]
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Loading data: labels, splits, caps, objects of Python, rows that cannot be used, and every mistake of a user."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from fedspan.data.loading import load
 from fedspan.data.objects import read_objects
 from fedspan.errors import FedspanError
 from fedspan.tasks.registry import get_task
+from helpers.refusals import Refused
 from helpers.written_data import config_for, written
 
 
@@ -127,7 +127,6 @@ def test_images_are_seen_from_the_file_that_names_them(tmp_path: Path) -> None:
     assert [np.asarray(image).max() for image in images] == [10, 10, 200, 200]
 
 
-Refused = Callable[..., FedspanError]
 GOOD = "text,label\none,a\ntwo,b\nthree,a\n"
 
 

@@ -3,9 +3,7 @@
 import json
 import random
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import datasets
 import matplotlib as mpl
@@ -31,8 +29,8 @@ from fedspan.data.partition import Partition, draw_groups, partition
 from fedspan.data.plot import plot_partition
 from fedspan.errors import FedspanError
 from fedspan.tasks.registry import get_task
+from helpers.refusals import Refused
 
-Refused = Callable[..., FedspanError]
 KINDS = [
     PartitionConfig(clients=7),
     PartitionConfig(partitioner="dirichlet", clients=7, alpha=0.5),
@@ -126,14 +124,6 @@ def test_nothing_is_sent_and_no_global_is_set(messages: datasets.Dataset, monkey
     assert telemetry.state["executor"] is None
 
 
-def test_natural_clients_are_the_values_of_the_column(messages: datasets.Dataset) -> None:
-    divided = partition(messages, PartitionConfig(partitioner="natural", column="ward"), seed=0)
-    assert [client.id for client in divided.clients] == [f"ward {number}" for number in range(5)]
-    wards = np.array(messages["ward"])
-    for client in divided.clients:
-        assert np.array_equal(client.indices, np.flatnonzero(wards == client.id))
-
-
 def test_natural_clients_are_sorted_by_number_and_keep_their_split_when_others_join() -> None:
     hospital = [2] * 10 + [10] * 10 + [9] * 10
     data = datasets.Dataset.from_dict({"text": ["t"] * 30, "label": [0, 1] * 15, "hospital": hospital})
@@ -201,30 +191,12 @@ def test_json_gives_the_same_partition_back(messages: datasets.Dataset, config: 
     assert read.clients[0].train.dtype == np.int64
 
 
-def first_format(divided: Partition) -> dict[str, Any]:
-    """What fedspan 0.1 wrote: every client an object."""
-    clients = [
-        {"id": one.id, "train": one.train.tolist(), "validation": one.validation.tolist(), "test": one.test.tolist()}
-        for one in divided.clients
-    ]
-    head = {"format": "fedspan-partition-1", "fingerprint": divided.fingerprint, "examples": divided.examples}
-    return {**head, "clients": clients}
-
-
-@pytest.mark.parametrize("config", KINDS, ids=NAMES)
-def test_files_of_the_first_format_are_read(messages: datasets.Dataset, config: PartitionConfig) -> None:
-    divided = partition(messages, config, seed=0)
-    read = Partition.from_json(json.dumps(first_format(divided)))
-    assert read.to_json() == divided.to_json()
-
-
 def test_a_changed_or_broken_json_is_refused(messages: datasets.Dataset, refused: Refused) -> None:
     divided = partition(messages, PartitionConfig(clients=2), seed=0)
-    for content in (json.loads(divided.to_json()), first_format(divided)):
-        rows = content["rows"] if "rows" in content else content["clients"][0]["train"]
-        rows[0], rows[1] = rows[1], rows[0]
-        written = (content["format"], content["fingerprint"])
-        refused("run.partition", written, ["was changed"], Partition.from_json, json.dumps(content), "run.partition")
+    content = json.loads(divided.to_json())
+    content["rows"][0], content["rows"][1] = content["rows"][1], content["rows"][0]
+    written = (content["format"], content["fingerprint"])
+    refused("run.partition", written, ["was changed"], Partition.from_json, json.dumps(content), "run.partition")
     content = json.loads(divided.to_json())
     content["train"][0] += 1
     refused("partition", json.dumps(content)[:60], ["as fedspan writes it"], Partition.from_json, json.dumps(content))
@@ -275,12 +247,6 @@ def test_data_that_cannot_be_divided_so(
     words: list[str],
 ) -> None:
     refused(field, value, words, partition, messages, PartitionConfig.model_validate(settings), 0, "p")
-
-
-def test_a_natural_column_with_a_gap_is_refused(refused: Refused) -> None:
-    data = datasets.Dataset.from_dict({"text": ["t"] * 3, "label": [0, 1, 0], "ward": ["a", " ", "b"]})
-    config = PartitionConfig(partitioner="natural", column="ward")
-    refused("partition.column", "ward", ["example 2 has no value"], partition, data, config, 0)
 
 
 def test_an_id_that_no_header_takes_is_refused() -> None:

@@ -1,34 +1,44 @@
-"""Joining and submitting, the base models that a server can offer, and the folder that a data owner gets."""
+"""Joining and submitting, models that a server can offer, a data owner's folder, and damaged files of a node."""
 
 import hashlib
 import importlib
 import os
+import random
 import re
 import ssl
 import tomllib
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner
 
 from fedspan import __version__
+from fedspan.clients.store import DiskClientStore, LostStateError
 from fedspan.config.node import load_node
+from fedspan.core.base import BaseUpdate, Increment
+from fedspan.core.values import OptimizerState
 from fedspan.deployment import deploy
 from fedspan.deployment.bundle import FILES, write_bundle
 from fedspan.deployment.deploy import check_node
 from fedspan.deployment.handshake import Invitation
 from fedspan.deployment.health import Heartbeat
+from fedspan.deployment.last_order import LastOrder, load_last_order
+from fedspan.deployment.node import load_invitation
 from fedspan.errors import FedspanError
+from fedspan.federation.progress import ClientState
 from fedspan.training.stages import Stages
 from fedspan.transports.http import node as nodes
 from fedspan.transports.http.keys import renew_authority
 from fedspan.transports.http.server import prepare_folder
 from helpers import tiny
 from helpers.command_line import get_program
+from helpers.fuzzing import mangled
 from helpers.node_service import values
 from helpers.refusals import refused
 
@@ -66,7 +76,7 @@ def write_node(folder: Path, **changes: Any) -> Path:
 def test_bandwidth_is_in_megabits_per_second(links: list[Any], tmp_path: Path) -> None:
     deploy.join(write_node(tmp_path, bandwidth={"up_mbit": 2, "down_mbit": 10}), insecure=True)
     deploy.join(write_node(tmp_path), insecure=True)
-    limits = [(link.bandwidth.up, link.bandwidth.down) for link, *_ in links]
+    limits = [(link.up, link.down) for link, *_ in links]
     assert limits == [(250_000.0, 1_250_000.0), (None, None)]
 
 
@@ -383,3 +393,89 @@ def test_a_bundle_s_certificate_is_that_of_the_server(tmp_path: Path) -> None:
     assert link.authority is not None
     bundle = write_bundle(tmp_path / "bundles", "clinic-a", "localhost:9092", link.authority)
     ssl.create_default_context(cafile=str(bundle / "ca.crt"))
+
+
+NODE = {
+    "id": "clinic-a",
+    "server": "fl.example.org:9092",
+    "authority": "ca.crt",
+    "key": "node.key",
+    "data": {"train": "messages.csv", "text": "message"},
+    "limits": {"methods": ["fedit"], "rounds": 50, "round_seconds": 60.0},
+}
+
+
+def fuzz(path: Path, good: bytes, read: Callable[[Path], object], count: int, seed: int) -> None:
+    """Read mutated files, of which some are refused.
+
+    Anything but a FedspanError is a failure, and so is a file that takes long.
+    """
+    rng, refused = random.Random(seed), 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(good)
+    read(path)
+    for _ in range(count):
+        data = mangled(good, rng)
+        path.write_bytes(data)
+        try:
+            read(path)
+        except FedspanError:
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"{type(error).__name__}: {error}; of {data[:4000]!r}") from error
+    assert refused
+
+
+def test_invitations(tmp_path: Path) -> None:
+    good = Invitation(run="r", version=__version__, config='{"federation": {"rounds": 3}}')
+    fuzz(tmp_path / "invitation.json", good.model_dump_json().encode(), load_invitation, 500, 1)
+
+
+def test_last_orders(tmp_path: Path) -> None:
+    good = LastOrder(serial=1763780000000000, digest="0" * 64, starts=1)
+    fuzz(tmp_path / "serial", good.model_dump_json().encode(), load_last_order, 500, 2)
+
+
+def test_node_files(tmp_path: Path) -> None:
+    fuzz(tmp_path / "node.yaml", yaml.safe_dump(NODE).encode(), load_node, 100, 3)
+
+
+def test_what_a_client_keeps(tmp_path: Path) -> None:
+    client_store = DiskClientStore(tmp_path)
+    moments = OptimizerState({"exp_avg": {"layer/A": torch.ones(2, 3)}}, {"layer/A": 4})
+    base = BaseUpdate().add(Increment(0, {"layer": torch.ones(2, 2)}))
+    client_store.store("a", 1, ClientState({"layer/B": torch.ones(3, 2)}, {"train": (moments, 0)}, base), frozenset())
+    (path,) = tmp_path.rglob("*.safetensors")
+    good = path.read_bytes()
+
+    def read(_: Path) -> object:
+        try:
+            return client_store.load("a", 1)
+        except LostStateError as error:
+            raise error from None
+
+    fuzz(path, good, read, 300, 4)
+    # With a checksum that is right: whoever can write the file can make one.
+    digest = next(good[at : at + 64] for at in range(len(good)) if _is_digest(good[at : at + 64]))
+    blank = good.replace(digest, b"0" * 64, 1)
+    rng = random.Random(5)
+    for _ in range(300):
+        data = mangled(blank, rng)
+        path.write_bytes(data.replace(b"0" * 64, hashlib.sha256(data).hexdigest().encode(), 1))
+        try:
+            read(path)
+        except FedspanError:
+            continue
+        except Exception as error:
+            raise AssertionError(f"{type(error).__name__}: {error}; of {data[:4000]!r}") from error
+
+
+def _is_digest(text: bytes) -> bool:
+    return len(text) == 64 and all(byte in b"0123456789abcdef" for byte in text)
+
+
+def test_key_files(tmp_path: Path) -> None:
+    keys = pytest.importorskip("fedspan.transports.http.keys", reason="the extra fedspan[deploy] is not installed")
+    path = tmp_path / "node.key"
+    keys.make_node_key(path)
+    fuzz(path, path.read_bytes(), keys.load_node_key, 300, 6)

@@ -1,8 +1,9 @@
-"""Data owners under secure aggregation, and a server that lies to them, replayed against their nodes."""
+"""Owners under secure sums: what they allow, what is remembered, and a server that lies to them, replayed."""
 
 import functools
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,17 +21,13 @@ from fedspan.assembly.server import build_method
 from fedspan.deployment.handshake import Introduction, Invitation
 from fedspan.deployment.limits import OrderTerms
 from fedspan.deployment.node import NodeService
+from fedspan.deployment.node_folder import STATE
+from fedspan.deployment.usage import BOOK
 from fedspan.errors import FedspanError
 from fedspan.federation.aggregation.secure import SecureAggregation
-from fedspan.federation.protocol import Envelope, Order, decode_reply, read_header
-from fedspan.federation.secagg.messages import (
-    Agreement,
-    ConfirmReply,
-    KeysReply,
-    SharesOrder,
-    UnmaskReply,
-    decode_request,
-)
+from fedspan.federation.protocol import Envelope, Order, decode_reply, read_header, serial
+from fedspan.federation.secagg import messages
+from fedspan.federation.secagg.messages import KeysOrder, SharesOrder, decode_request
 from fedspan.federation.secagg.session import SecureSession
 from helpers import tiny
 from helpers.families import others_slow
@@ -48,7 +45,7 @@ class Lying:
         self.headers: list[str] = []
 
     def answer(self, envelope: Envelope) -> Envelope:
-        asked = self.change(decode_request(envelope))
+        asked = self.change(messages.decode_request(envelope))
         back = self.service.answer(asked.to_envelope())
         self.headers.append(back.header)
         return back
@@ -68,7 +65,7 @@ def of_order(**changes: Any) -> Any:
 
 def of_agreement(**changes: Any) -> Any:
     def change(asked: Any) -> Any:
-        if not isinstance(asked, SharesOrder):
+        if not isinstance(asked, messages.SharesOrder):
             return asked
         return asked.model_copy(update={"agreement": asked.agreement.model_copy(update=changes)})
 
@@ -157,7 +154,7 @@ def test_the_others_are_told_to_contribute_nothing(lie: str, tiny_folder: Path, 
         run.federation.run_round(run.federation.begin())
     assert why in " ".join([*headers, str(stopped.value)]), headers
     unmasked = [one for one in transport.came if '"task":"unmask"' in one.header]
-    assert all(VICTIM not in read_header(UnmaskReply, one).shares for one in unmasked)
+    assert all(VICTIM not in read_header(messages.UnmaskReply, one).shares for one in unmasked)
 
 
 TOO_MANY = "the number of keys, 3"
@@ -222,7 +219,7 @@ def test_the_weights_at_which_a_node_still_joins_an_honest_sum(
     prepared = prepare(config)
     client = next(iter(prepared.federation.clients.values())).client
     terms = OrderTerms(config, build_method(config, prepared.engine.adapted.spec), client, frozenset(), "")
-    agreement = Agreement(
+    agreement = messages.Agreement(
         config="",
         task="train",
         round=0,
@@ -256,7 +253,7 @@ def test_the_largest_weight_that_counts_is_part_of_what_the_nodes_agree_on(
     with pytest.raises(FedspanError, match="good replies"):
         run.federation.run_round(run.federation.begin())
     unmasked = [one for one in transport.came if '"task":"unmask"' in one.header]
-    assert all(VICTIM not in read_header(UnmaskReply, one).shares for one in unmasked)
+    assert all(VICTIM not in read_header(messages.UnmaskReply, one).shares for one in unmasked)
 
 
 def test_nodes_that_know_each_other_let_no_others_in(tiny_folder: Path, tmp_path: Path) -> None:
@@ -318,7 +315,7 @@ def test_no_training_loss_leaves_the_nodes_of_a_secure_sum(
     replies = [
         decode_reply(back)
         for sent, back in zip(transport.sent, transport.came, strict=True)
-        if decode_request(sent).task == "train"
+        if messages.decode_request(sent).task == "train"
     ]
     assert [len(reply.parts) for reply in replies] == [int(epsilon is None)] * 3
     assert math.isnan(result.loss) is (epsilon is not None)
@@ -329,9 +326,9 @@ def test_every_envelope_that_comes_again_is_refused(tiny_folder: Path, tmp_path:
     run.federation.run_round(run.federation.begin())
     transport.make.cache_clear()  # what a node has answered outlives its process
     for envelope in transport.sent:
-        asked = decode_request(envelope)
+        asked = messages.decode_request(envelope)
         back = transport.make(asked.to).answer(envelope)
-        kind = KeysReply if asked.task == "keys" else UnmaskReply if asked.task == "unmask" else None
+        kind = messages.KeysReply if asked.task == "keys" else messages.UnmaskReply if asked.task == "unmask" else None
         if isinstance(asked, Order):
             assert "arrived before" in (decode_reply(back).failed or "")
         elif kind is not None:
@@ -350,10 +347,24 @@ def test_a_node_that_sends_nothing_in_plaintext_joins_no_plaintext_run(tiny_fold
     assert not list(tmp_path.rglob("invitation.json"))
 
 
+@pytest.mark.parametrize(
+    ("selected", "limits", "joins"), [(3, {}, False), (4, {}, True), (3, {"secure_clients": 3}, True)]
+)
+def test_a_node_joins_no_run_whose_rounds_select_too_few_nodes(
+    selected: int, limits: dict[str, int], joins: bool, tiny_folder: Path, tmp_path: Path
+) -> None:
+    prints = {f"clinic-{letter}": "SHA256:" + "A" * 43 for letter in "abcd"}
+    owner = node("clinic-a", tiny_folder, tmp_path, **limits).model_copy(update={"peers": prints})
+    config = values(tiny_folder, clients_per_round=selected, secure={})
+    refused = introduced(NodeService(owner), config).refused
+    expected = "`federation.clients_per_round`: a sum of 3 nodes is too small: this node requires 4. Expected at least"
+    assert refused is None if joins else expected in (refused or "")
+
+
 def test_a_server_cannot_leave_the_masks_out_later(tiny_folder: Path, tmp_path: Path) -> None:
     run, transport = served(tiny_folder, tmp_path, secure_only=True)
     run.federation.run_round(run.federation.begin())
-    order = next(asked for asked in map(decode_request, transport.sent) if isinstance(asked, Order))
+    order = next(asked for asked in map(messages.decode_request, transport.sent) if isinstance(asked, Order))
     answer = decode_reply(transport.make(order.to).answer(replace(order, secure=None, serial=2**52).to_envelope()))
     assert "this run sends replies only under masks" in (answer.failed or "")
     assert not answer.body
@@ -371,5 +382,56 @@ def test_a_node_says_in_how_small_a_sum_it_is(
         run.federation.run_round(begin)
     answers = [one for one in transport.came if '"task":"confirm"' in one.header]
     assert len(answers) == 2
-    assert all(not read_header(ConfirmReply, one).signature for one in answers)
+    assert all(not read_header(messages.ConfirmReply, one).signature for one in answers)
     assert not any('"task":"unmask"' in one.header for one in transport.came)
+
+
+def test_a_round_that_the_server_lost_is_repeated_with_the_same_nodes(tiny_folder: Path, tmp_path: Path) -> None:
+    """The second time, the nodes are restarted, and have revealed shares in a sum of the model."""
+    run, transport = served(tiny_folder, tmp_path)
+    begin = run.federation.begin()
+    once = run.federation.run_round(begin)
+    transport.make.cache_clear()
+    again = run.federation.run_round(begin)
+    assert not once.failures
+    assert not again.failures
+    assert once.loss == again.loss
+    assert len(list(tmp_path.glob("*/sums/*/*.json"))) == 3
+    books = list(tmp_path.glob(f"*/{BOOK}"))
+    assert len(books) == 3
+    for path in books:  # keys and shares of two sums
+        (account,) = json.loads(path.read_text())["accounts"].values()
+        assert [use["exchanges"] for use in account["runs"].values()] == [4]
+    assert {
+        asked.agreement.threshold for asked in map(decode_request, transport.sent) if isinstance(asked, SharesOrder)
+    } == {3}
+    for path in tmp_path.glob("*/sums/*/*.json"):  # as if the sum had been of other nodes
+        path.write_text(path.read_text().replace(CLINICS[2], "clinic-d"))
+    with pytest.raises(FedspanError, match="in a sum of this model with other clients or other facts"):
+        run.federation.run_round(begin)
+    for path in tmp_path.glob("*/sums"):
+        shutil.rmtree(path)
+    assert not run.federation.run_round(begin).failures
+
+
+def test_the_number_of_a_session_is_not_used_again_when_the_state_of_its_run_is_removed(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """The server may know keys of the old session: those of clients that dropped out of its sum."""
+    run, transport = served(tiny_folder, tmp_path)
+    run.federation.run_round(run.federation.begin())
+    states = sorted(tmp_path.glob(f"*/*/{STATE}"))
+    assert len(states) == 3
+    for path in states:  # as ``remove_old_states`` does
+        shutil.rmtree(path)
+    transport.make.cache_clear()
+    asked = next(asked for asked in map(decode_request, transport.sent) if isinstance(asked, KeysOrder))
+    repeated = asked.model_copy(update={"serial": serial()}).to_envelope()
+    assert "a number above" in transport.make(asked.to).answer(repeated).header
+
+
+def test_three_nodes_do_not_withstand_two_colluders(tiny_folder: Path, tmp_path: Path) -> None:
+    run, transport = served(tiny_folder, tmp_path, colluders=2)
+    with pytest.raises(FedspanError, match=r"a sum of 3 clients is too small\. Expected at least 4 clients"):
+        run.federation.run_round(run.federation.begin())
+    assert not any('"task":"train"' in reply.header for reply in transport.came)

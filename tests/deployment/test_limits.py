@@ -1,8 +1,8 @@
-"""Orders and configs of a hostile server, replayed against a node: what exceeds its limits is refused."""
+"""A hostile server's orders and configs: what exceeds a node's limits is refused, and under noise no failure tells."""
 
-import json
 import math
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,17 @@ from fedspan.assembly.run import Prepared, prepare
 from fedspan.config.node import NodeConfig, NodeLimits
 from fedspan.deployment.handshake import build_node_values, build_server_config
 from fedspan.deployment.node import NodeService
+from fedspan.deployment.usage import Release, UsageBook
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.progress import ClientData
+from fedspan.federation.progress import ClientData, TooFewReplies
 from fedspan.federation.protocol import Order, Reply, decode_order, decode_reply
+from fedspan.federation.serialization import decode
 from fedspan.models.export import read_adapter
 from fedspan.runs import start
 from helpers import tiny
 from helpers.listeners import Notes
-from helpers.node_service import CLIENT, Direct, introduced, node, served, values
+from helpers.node_service import CLIENT, Direct, introduced, node, serve, served, values
 
 
 @pytest.fixture
@@ -250,14 +252,6 @@ def test_one_training_loss_tells_no_counts_of_labels(epsilon: float | None, tiny
     assert [coded.decode(part.loss) for part in coded.came[-1].parts] == ([counts] if epsilon is None else [])
 
 
-def test_shares_of_a_node_leave_something_to_train(tiny_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="validation \\+ test below 1"):
-        node(tiny_folder, tmp_path, validation=0.5, test=0.5)
-    made = NodeConfig.model_validate({"id": "a", "server": "h:1", "data": {}, "key": "/keys/node.key"})
-    assert made.budget_marker == Path("/keys/node.key.budget")
-    assert json.loads(made.model_dump_json())["validation"] == 0.1
-
-
 SIZES = {name: getattr(NodeLimits(), name) for name in ("min_batch", "train_examples")}
 SLOW = "(([a-z0-9.]+)+)+!"
 
@@ -368,3 +362,52 @@ def test_statistics_of_short_texts_or_few_examples_stay(
 def test_yaml_reads_off_as_false() -> None:
     given = {"id": "clinic", "server": "localhost:1", "limits": {"head_statistics": False}}
     assert NodeConfig.model_validate(given).limits.head_statistics == "off"
+
+
+def train_overflowing(folder: Path, service: NodeService, **privacy: Any) -> Direct:
+    """Order a node to train a model whose head overflows on its examples, and return what connects it to the server."""
+    run, transport = served(folder, service, **privacy)
+    progress = run.federation.begin()
+    tensors = {
+        name: torch.full_like(value, 3e38) if name.startswith("extras/") and value.ndim == 2 else value
+        for name, value in progress.state.tensors.items()
+    }
+    with suppress(TooFewReplies):  # such numbers are too large for an honest server
+        run.federation.run_round(replace(progress, state=replace(progress.state, tensors=tensors)))
+    return transport
+
+
+@pytest.mark.parametrize("mechanism", ["local", "dp-sgd"])
+def test_a_loss_that_is_not_finite_is_hidden_by_noise(mechanism: str, tiny_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
+    service = NodeService(node(tiny_folder, tmp_path))
+    privacy = {"mechanism": mechanism, "clip": 1.0, "noise": 4.0, "randomness": "secret"}
+    sent = train_overflowing(tiny_folder, service, privacy=privacy).sent
+    reply = decode_reply(service.answer(sent[-1]))  # once more
+    assert reply.failed is None
+    assert reply.parts == ()
+    assert all(bool(value.isfinite().all()) for value in decode(reply.body).tensors.values())
+
+
+def test_without_noise_the_failure_is_reported(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train_overflowing(tiny_folder, NodeService(node(tiny_folder, tmp_path)))
+    assert "the loss of client" in caplog.text
+
+
+@pytest.mark.parametrize("mechanism", ["local", "dp-sgd"])
+def test_noise_does_not_tell_how_many_examples_have_the_labels_that_a_server_names(
+    mechanism: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
+    releases, privacy = set[tuple[Release, ...]](), {"mechanism": mechanism, "epsilon": 4.0, "clip": 1.0}
+    for number, labels in enumerate((["admin", "billing", "lab", "symptom"], ["lab", "x", "y", "z"], list("wxyz"))):
+        service = NodeService(node(tiny_folder, tmp_path / str(number), limits={"train_examples": 16, "min_batch": 8}))
+        config = values(tiny_folder, privacy={**privacy, "randomness": "secret"}, training={"batch_size": 8})
+        run, transport = serve({**config, "data": {"labels": labels}}, service)
+        run.federation.run_round(run.federation.begin())
+        reply = decode_reply(service.answer(transport.sent[-1]))
+        assert reply.failed is None
+        releases.add(UsageBook(service.node).get_account().releases)
+    assert len(releases) == 1

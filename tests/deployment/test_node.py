@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from fedspan import __version__
 from fedspan.clients.host import Host
-from fedspan.config.node import NodeConfig, load_node
+from fedspan.config.node import NodeConfig
 from fedspan.deployment.base_offers import BaseFile
 from fedspan.deployment.console import ConsoleFormatter
 from fedspan.deployment.handshake import Introduction, Invitation, build_server_config
@@ -182,15 +181,6 @@ def test_an_order_that_was_interrupted_is_carried_out_and_charged_once(
     assert UsageBook(config).get_account() == charged
     for one in (service, NodeService(config)):
         assert one.answer(envelope) == reply
-
-
-def test_an_order_that_kills_the_node_is_refused_at_last(tmp_path: Path) -> None:
-    path, envelope = tmp_path / "serial", Envelope("{}", b"order")
-    for _ in range(16):
-        LastOrderFile(path).begin(envelope, 3)
-    with pytest.raises(FedspanError, match="order 3 was interrupted 16 times"):
-        LastOrderFile(path).begin(envelope, 3)
-    LastOrderFile(path).begin(envelope, 4)
 
 
 def test_an_order_that_was_refused_is_not_carried_out_later(tiny_folder: Path, tmp_path: Path) -> None:
@@ -367,22 +357,6 @@ def test_a_node_joins_asynchronous_rounds_and_trains_an_order_of_any_round(tiny_
         assert (reply.round, reply.task) == (round, "train")
 
 
-def test_a_node_s_file_names_what_is_wrong(tmp_path: Path) -> None:
-    path = tmp_path / "node.yaml"
-    good = {"id": "a", "server": "h:1", "data": {"train": "own.csv"}, "key": "node.key"}
-    (tmp_path / "own.csv").write_text("text,label\n")
-    path.write_text(yaml.safe_dump(good))
-    found = load_node(path)
-    assert found.key == str(tmp_path / "node.key")
-    assert found.data["train"] == str(tmp_path / "own.csv")
-    path.write_text(yaml.safe_dump({**good, "data": {"train": "{ward}/own.csv", "test": "hub/data"}}))
-    assert load_node(path).data == {"train": str(tmp_path / "{ward}" / "own.csv"), "test": "hub/data"}
-    for change, field in (({"id": ""}, "id"), ({"limits": {"rounds": 0}}, "limits.rounds"), ({"servr": 1}, "servr")):
-        path.write_text(yaml.safe_dump({**good, **change}))
-        with refused(field):
-            load_node(path)
-
-
 def test_an_invitation_s_config_that_is_nested_too_deeply_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     service = NodeService(node(tiny_folder, tmp_path))
     for config in ("[" * 100_000, '{"a": ' * 50_000, "[1]"):
@@ -407,17 +381,6 @@ ORDER, REPLY = Envelope("order", b"weights"), Envelope("reply é", b"new\nweight
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "serial"
-
-
-def test_an_order_is_carried_out_once_and_its_reply_given_again_after_a_restart(path: Path) -> None:
-    first = LastOrderFile(path)
-    assert first.begin(ORDER, 5) is None
-    first.close(REPLY, "context")
-    again = LastOrderFile(path)
-    assert again.begin(ORDER, 5) == REPLY
-    again.require_context("context")
-    with pytest.raises(FedspanError, match="order 5 was answered with other data or another node file"):
-        again.require_context("another")
 
 
 @pytest.mark.parametrize(

@@ -16,19 +16,10 @@ from click.testing import CliRunner
 
 from fedspan.config.node import NodeConfig, NodeLimits, load_node
 from fedspan.core.values import Client
+from fedspan.deployment import usage_markers
 from fedspan.deployment.audit import AUDIT
 from fedspan.deployment.node import NodeService
 from fedspan.deployment.usage import DataUse, UsageBook
-from fedspan.deployment.usage_markers import (
-    FIRST,
-    allow_first_book,
-    continue_book,
-    link_marker,
-    read_marker,
-    read_marker_text,
-    require_book,
-    write_marker,
-)
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Masking, Order, decode_order, decode_reply
 from fedspan.logs import AuditLog
@@ -49,7 +40,7 @@ def book(
     given = {**given, "folder": str(folder / "state"), "key": str(folder / "node.key"), "limits": limits}
     if not (folder / "node.key").exists():
         (folder / "node.key").touch()
-        allow_first_book(folder / "node.key")
+        usage_markers.allow_first_book(folder / "node.key")
     made = UsageBook(NodeConfig.model_validate(given))
     made.begin()
     return made
@@ -250,7 +241,7 @@ def test_a_node_that_has_answered_gets_no_first_book(tiny_folder: Path, tmp_path
     with pytest.raises(FedspanError, match="is missing"):
         _begin(own).get_account()
     keyed = own.model_copy(update={"key": str(tmp_path / "node.key")})
-    allow_first_book(tmp_path / "node.key")
+    usage_markers.allow_first_book(tmp_path / "node.key")
     for left in (AUDIT, None):  # the folder of a run is enough
         with pytest.raises(FedspanError, match="is missing"):
             _begin(keyed).get_account()
@@ -318,7 +309,7 @@ def test_a_new_key_that_meets_the_book_of_another_one_is_told_the_command(tmp_pa
             _, trial = _write_node_file(tmp_path, None)
             trial.begin()
             trial.record_order(ORDER, (), "job")
-        allow_first_book(tmp_path / key)
+        usage_markers.allow_first_book(tmp_path / key)
         file, keyed = _write_node_file(tmp_path, key)
         keyed.begin()
         with pytest.raises(FedspanError) as refused:
@@ -336,17 +327,17 @@ def test_a_new_key_that_meets_the_book_of_another_one_is_told_the_command(tmp_pa
 
 def test_an_older_book_is_not_continued_by_a_new_key(tmp_path: Path) -> None:
     _, old = _write_node_file(tmp_path, "old.key")
-    allow_first_book(tmp_path / "old.key")
+    usage_markers.allow_first_book(tmp_path / "old.key")
     old.begin()
     content = old.path.read_bytes()
     for number in range(3):
         old.record_order(other(number), (), "job")
     old.path.write_bytes(content)
-    allow_first_book(tmp_path / "new.key")
+    usage_markers.allow_first_book(tmp_path / "new.key")
     _, new = _write_node_file(tmp_path, "new.key")
     with pytest.raises(FedspanError, match="is not the newest"):
         new.replace_key(tmp_path / "old.key")
-    continue_book(tmp_path / "third.key", tmp_path / "old.key")
+    usage_markers.continue_book(tmp_path / "third.key", tmp_path / "old.key")
     _, third = _write_node_file(tmp_path, "third.key")
     with pytest.raises(FedspanError, match="is not the newest"):
         _ = (third.begin(), third.get_account())
@@ -402,11 +393,6 @@ def test_the_same_data_for_a_server_of_another_name_are_in_the_audit_log(tiny_fo
 def test_by_default_every_total_ends(tmp_path: Path) -> None:
     limits = NodeLimits()
     assert limits.epsilon is not None
-    assert not limits.is_private_only
-    assert NodeLimits.model_validate({"epsilon": 3.0}).is_private_only
-    assert not NodeLimits.model_validate({"epsilon": 3.0, "private_only": False}).is_private_only
-    assert not NodeLimits.model_validate({"epsilon": None}).is_private_only
-    assert NodeLimits.model_validate({"private_only": True}).is_private_only
     with refused("limits.rounds"):
         book(tmp_path).require_run("long", limits.rounds + 1)
     book(tmp_path).require_run("long", limits.rounds)
@@ -497,11 +483,11 @@ def test_epsilon_is_spent_before_the_order_is_carried_out(tmp_path: Path) -> Non
 def test_a_new_key_may_create_its_first_book(tmp_path: Path) -> None:
     key = tmp_path / "east.pem"
     with refused("--replaces"):
-        require_book(key)
-    allow_first_book(key)
-    require_book(key)
+        usage_markers.require_book(key)
+    usage_markers.allow_first_book(key)
+    usage_markers.require_book(key)
     marker = tmp_path / "east.pem.budget"
-    assert read_marker(marker) == FIRST
+    assert usage_markers.read_marker(marker) == usage_markers.FIRST
     assert marker.stat().st_mode & 0o777 == 0o600
 
 
@@ -511,35 +497,35 @@ def test_a_key_that_replaces_another_continues_its_book(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     first, second = tmp_path / "old" / "a.pem", tmp_path / "new" / "b.pem"
     with pytest.raises(FedspanError, match="the key that the node used before"):
-        continue_book(second, first)
+        usage_markers.continue_book(second, first)
     assert not (tmp_path / "new" / "b.pem.budget").exists()
-    write_marker(tmp_path / "old" / "a.pem.budget", "digest of the book")
-    continue_book(second, first)
-    assert read_marker(tmp_path / "new" / "b.pem.budget") == "digest of the book"
-    assert read_marker_text(tmp_path / "new" / "b.pem.budget") == "continues ../old/a.pem.budget"
-    write_marker(tmp_path / "old" / "a.pem.budget", "a later digest")
-    assert read_marker(tmp_path / "new" / "b.pem.budget") == "a later digest"
+    usage_markers.write_marker(tmp_path / "old" / "a.pem.budget", "digest of the book")
+    usage_markers.continue_book(second, first)
+    assert usage_markers.read_marker(tmp_path / "new" / "b.pem.budget") == "digest of the book"
+    assert usage_markers.read_marker_text(tmp_path / "new" / "b.pem.budget") == "continues ../old/a.pem.budget"
+    usage_markers.write_marker(tmp_path / "old" / "a.pem.budget", "a later digest")
+    assert usage_markers.read_marker(tmp_path / "new" / "b.pem.budget") == "a later digest"
     (tmp_path / "moved").mkdir()
     for folder in ("old", "new"):
         (tmp_path / folder).rename(tmp_path / "moved" / folder)
-    assert read_marker(tmp_path / "moved" / "new" / "b.pem.budget") == "a later digest"
+    assert usage_markers.read_marker(tmp_path / "moved" / "new" / "b.pem.budget") == "a later digest"
 
 
 def test_a_chain_ends_in_a_book_or_in_nothing(tmp_path: Path) -> None:
-    write_marker(tmp_path / "0.budget", "digest")
+    usage_markers.write_marker(tmp_path / "0.budget", "digest")
     for number in range(1, 80):
-        link_marker(tmp_path / f"{number}.budget", tmp_path / str(number - 1))
-    assert read_marker(tmp_path / "63.budget") == "digest"
-    assert read_marker(tmp_path / "79.budget") is None  # longer than any owner's
-    link_marker(tmp_path / "0.budget", tmp_path / "1")
-    assert read_marker(tmp_path / "1.budget") is None  # a circle
-    assert read_marker(tmp_path / "missing.budget") is None
-    assert read_marker_text(tmp_path / "missing.budget") is None
+        usage_markers.link_marker(tmp_path / f"{number}.budget", tmp_path / str(number - 1))
+    assert usage_markers.read_marker(tmp_path / "63.budget") == "digest"
+    assert usage_markers.read_marker(tmp_path / "79.budget") is None  # longer than any owner's
+    usage_markers.link_marker(tmp_path / "0.budget", tmp_path / "1")
+    assert usage_markers.read_marker(tmp_path / "1.budget") is None  # a circle
+    assert usage_markers.read_marker(tmp_path / "missing.budget") is None
+    assert usage_markers.read_marker_text(tmp_path / "missing.budget") is None
 
 
 def test_a_marker_that_cannot_be_written_names_the_cure(tmp_path: Path) -> None:
     with pytest.raises(FedspanError, match="Free some space on the node"):
-        write_marker(tmp_path / "missing" / "a.budget", "digest")
+        usage_markers.write_marker(tmp_path / "missing" / "a.budget", "digest")
 
 
 AUTO = {"approve": "auto"}

@@ -1,4 +1,4 @@
-"""Every code block of README.md, CONTRIBUTING.md and docs/ does what its page says.
+"""Every code block of README.md, CONTRIBUTING.md and docs/ does what its page says; so do notebooks' cells.
 
 Commands and Python are run, configs are parsed (those of methods, privacy and simulation run, too), and pieces of a
 module are compared with it.
@@ -14,9 +14,11 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import huggingface_hub.constants
+import nbformat
 import openpyxl
 import pytest
 import ray
@@ -35,6 +37,7 @@ from helpers import tiny, tiny_decoders
 from helpers.code_blocks import COMMANDS, PAGES, ROOT, Block, blocks_of, calls
 from helpers.command_line import get_program
 from helpers.hub import save_hub
+from helpers.scripts import load_script
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 DEPLOYED = (
@@ -63,7 +66,7 @@ FRAGMENTS = {
 }
 """Pages whose Python is a module in pieces, and the modules."""
 TRANSCRIPT = Path("docs/first-hour.md")
-"""A page with what its commands print; test_first_hour.py runs it."""
+"""A page with what its commands print; test_the_commands_print_what_the_page_says runs it."""
 FRONT = Path("README.md")
 """A page with what its Python prints."""
 ON_A_CLUSTER = Path("docs/cluster.md")
@@ -353,3 +356,122 @@ def desk(page: Path, worked: Path, tmp_path: Path) -> Path:
     """A copy of the desk, so that no page sees what another left, nor runs that its reader has not."""
     left_out = shutil.ignore_patterns(*([] if page in LOOKING else ["runs"]))
     return Path(shutil.copytree(worked, tmp_path / "desk", ignore=left_out))
+
+
+PAGE = Path("docs/first-hour.md")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_script("docs/generate_first_hour.py")
+
+
+def printed() -> Iterator[str]:
+    return (block.text.rstrip("\n") for block in blocks_of(PAGE) if block.language in ("text", "yaml"))
+
+
+def test_the_page_has_the_script_s_words_and_commands(script: ModuleType) -> None:
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    stamp = re.search(r"shows its output \(([^)]*)\)", text)
+    assert text == script.page(printed(), stamp[1]), "run: python docs/generate_first_hour.py"
+
+
+@pytest.mark.slow
+def test_the_commands_print_what_the_page_says(script: ModuleType, tmp_path: Path) -> None:
+    """Apart from numbers, which depend on the machine, and from predictions."""
+    *found, predicted = script.run_blocks(tmp_path)
+    *expected, _ = printed()
+    (run,) = (block for block in found if "run folder" in block)
+    assert re.findall(r"^ +(\d+)/6 ", run, re.MULTILINE) == ["1", "2", "3", "4", "5", "6"]
+    is_last_best = re.search(r"^round +6,", run, re.MULTILINE) is not None
+    assert ("Validation still improves: extend with" in run) == is_last_best
+    assert [shape(block, script.CLINICS) for block in found] == [shape(block, script.CLINICS) for block in expected]
+    assert re.fullmatch(r"(0\.\d\d  \w+\n?){3}", predicted)
+
+
+def shape(block: str, clinics: dict[str, int]) -> list[str]:
+    """The lines of a block without numbers, lines of progress, repeated rows and example predictions.
+
+    Which stages took long enough to be printed before the first round, and whether the last round is the best one,
+    depend on the machine as well.
+    """
+    lines: list[str] = []
+    block = re.sub(r"Validation still improves: .*?\n\n", "", block, flags=re.DOTALL)
+    for line in block.partition("a held-out text")[0].splitlines():
+        if "elapsed" in line or line.startswith(("once, before", "before the first round:")):
+            continue
+        line = re.sub("|".join(clinics), "CLINIC", line)
+        line = re.sub(r"\d[\d.,:]*%?( [kMG]?B)?", "#", line)
+        line = re.sub(r"(above|below|equal to)", "BESIDE", " ".join(line.replace("─", "").split()))
+        if line and (not lines or line != lines[-1]):
+            lines.append(line)
+    return lines
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    return load_script("docs/generate_notebooks.py")
+
+
+def test_the_notebooks_are_current(generator: ModuleType) -> None:
+    for path, text in generator.build_notebooks().items():
+        assert (ROOT / path).read_text(encoding="utf-8") == text, "run docs/generate_notebooks.py"
+
+
+def test_every_notebook_shows_what_it_prints_and_plots(generator: ModuleType) -> None:
+    for path in generator.PAGES:
+        cells = nbformat.read(ROOT / path, as_version=4).cells
+        outputs = [output for cell in cells for output in cell.get("outputs", ())]
+        assert outputs, f"run docs/generate_notebooks.py --run {path}"
+        assert any("image/png" in output.get("data", ()) for output in outputs), path
+        assert not any(output.get("name") == "stderr" or output.output_type == "error" for output in outputs), path
+        assert not re.search(r"/(tmp|home|root|var)/", str(outputs)), path
+
+
+def run_notebook(generator: ModuleType, path: Path, folder: Path, **settings: Any) -> str:
+    """Run a copy of a notebook in a folder, with other settings in its cell of parameters; returns what it printed."""
+    notebook = nbformat.read(ROOT / path, as_version=4)
+    generator.run_cells(notebook, folder, **settings)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    return "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+
+
+@pytest.mark.slow
+def test_one_round_step_by_step(generator: ModuleType, tmp_path: Path) -> None:
+    assert "'round': 1" in run_notebook(generator, Path("docs/tour.ipynb"), tmp_path)
+    assert (tmp_path / "runs" / "tour" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_an_own_method(generator: ModuleType, tiny_folder: Path, tmp_path: Path) -> None:
+    settings = {"model": str(tiny_folder / "deep-bert"), "layer": 1, "rounds": 1, "examples": 120}
+    printed = run_notebook(generator, Path("examples/own_method.ipynb"), tmp_path, **settings)
+    assert "slow-a: held-out accuracy " in printed
+    assert len(re.findall(r"^slow-a: \d\.\d{3}, \d\.\d{3}$", printed, re.MULTILINE)) == 1
+    assert (tmp_path / "runs" / "own_method" / "slow-a-seed0").is_dir()
+
+
+@pytest.mark.slow
+def test_an_own_trainer(generator: ModuleType, decoders: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="the extra fedspan[trl] is not installed")
+    settings = {"model": str(decoders / "llama-lm"), "texts": 16, "rounds": 2}
+    printed = run_notebook(generator, Path("examples/own_trainer.ipynb"), tmp_path, **settings)
+    assert "on held-out letters" in printed
+    assert (tmp_path / "runs" / "own_trainer" / "run" / "adapter").is_dir()
+
+
+@pytest.mark.slow
+def test_instruction_tuning(generator: ModuleType, decoders: Path, tmp_path: Path) -> None:
+    settings = {"model": str(decoders / "llama-lm"), "each": 10, "rounds": 1}
+    printed = run_notebook(generator, Path("examples/instruction_tuning.ipynb"), tmp_path, **settings)
+    assert "round 1: held-out loss " in printed
+    assert (tmp_path / "runs" / "instruction_tuning" / "run" / "adapter").is_dir()
+
+
+@pytest.mark.slow
+def test_three_machines(generator: ModuleType, tiny_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn", reason="the extra fedspan[deploy] is not installed")
+    settings = {"model": str(tiny_folder / "deep-bert"), "layer": 1, "rounds": 1, "texts": 360}
+    printed = run_notebook(generator, Path("examples/three_machines.ipynb"), tmp_path, **settings)
+    assert printed.count(" on its own test part") == 3
+    assert (tmp_path / "runs" / "three_machines" / "run" / "adapter").is_dir()

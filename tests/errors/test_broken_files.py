@@ -89,26 +89,23 @@ def test_rows_of_json(seed: int, prompt: str) -> None:
         answered(lambda config=config: load(config, task=get_task("causal-lm").columns))
 
 
-def _partitions() -> list[dict[str, Any]]:
-    part = {"id": "a", "train": [0, 1], "validation": [2], "test": [3]}
-    head = {"format": "fedspan-partition-1", "fingerprint": "0" * 64, "examples": 4}
-    flat = {"clients": ["a", "b"], "train": [2, 2], "validation": [1, 1], "test": [1, 1], "rows": [*range(8)]}
-    return [{**head, "clients": [part, {**part, "id": "b"}]}, {**head, "format": "fedspan-partition-2", **flat}]
+PARTITION = {
+    **{"format": "fedspan-partition-2", "fingerprint": "0" * 64, "examples": 4, "clients": ["a", "b"]},
+    **{"train": [2, 2], "validation": [1, 1], "test": [1, 1], "rows": [*range(8)]},
+}
 
 
 @fuzz(40)
 @given(SEEDS)
 def test_partition_files(seed: int) -> None:
     draws = random.Random(seed)
-    for whole in _partitions():
-        for content in (dumped(changed(whole, draws)), mangled(dumped(whole), draws)):
-            answered(lambda content=content: Partition.from_json(content.decode(errors="replace")))
+    for content in (dumped(changed(PARTITION, draws)), mangled(dumped(PARTITION), draws)):
+        answered(lambda content=content: Partition.from_json(content.decode(errors="replace")))
 
 
 @pytest.mark.parametrize("change", [{"clients": 10**30}, {"examples": float("inf")}])
 def test_numbers_that_no_partition_has(change: dict[str, Any]) -> None:
-    for whole in _partitions():
-        answered(lambda whole=whole: Partition.from_json(json.dumps({**whole, **change})))
+    answered(lambda: Partition.from_json(json.dumps({**PARTITION, **change})))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
-"""The scripts of the claims at sizes that take seconds: that they run, and what they find at any size."""
+"""The scripts of the claims at sizes that take seconds, and their libraries against their definitions."""
 
 import dataclasses
 import gzip
+import math
 import runpy
 import struct
 import sys
@@ -10,11 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 from evidence.claims import fedgalore_drift as drift
 from evidence.claims import fedgalore_moments as moments
 from evidence.claims import fedgalore_trap as trap
 from evidence.claims import florg_gram as florg
+from evidence.claims import linear_model
+from evidence.claims.planted_views import draw_second_moments
 from helpers.families import others_slow
 
 CLAIMS = Path(__file__).resolve().parents[2] / "evidence" / "claims"
@@ -161,3 +167,160 @@ def test_the_trap_has_the_two_minima_that_the_paper_describes() -> None:
     torch.testing.assert_close(trap.compute_basins(setting, trials, trials.aside)[1], torch.full_like(valley, 0.15))
     rest = trials.aside - trials.aside @ torch.linalg.pinv(trials.A) @ trials.A
     assert float(rest.abs().max()) < 1e-12
+
+
+N, M, D, P, ETA = 3, 9, 5, 4, 0.1
+
+
+class Data:
+    """X_i and Y_i themselves; every step as the paper writes it."""
+
+    def __init__(self, seed: int = 0, homogeneous: bool = False) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        self.X = torch.randn((N, M, D), generator=rng, dtype=torch.float64)
+        self.a_star = unit(torch.randn(D, generator=rng, dtype=torch.float64))
+        self.b_star = torch.randn((N, P), generator=rng, dtype=torch.float64)
+        if homogeneous:
+            self.b_star = self.b_star[:1].repeat(N, 1)
+        self.Y = [X @ torch.outer(self.a_star, b) for X, b in zip(self.X, self.b_star, strict=True)]
+        self.a = unit(torch.randn(D, generator=rng, dtype=torch.float64))
+
+    def problem(self) -> linear_model.LinearFederation:
+        return linear_model.from_samples(self.X, self.a_star, self.b_star)
+
+    def loss(self, i: int, a: Tensor, b: Tensor) -> Tensor:
+        return (self.Y[i] - self.X[i] @ torch.outer(a, b)).square().sum() / M
+
+    def best_b(self, i: int, a: Tensor) -> Tensor:
+        return torch.linalg.lstsq((self.X[i] @ a)[:, None], self.Y[i]).solution[0]
+
+    def slope(self, i: int, a: Tensor, b: Tensor) -> Tensor:
+        leaf = a.clone().requires_grad_()
+        return torch.autograd.grad(self.loss(i, leaf, b), leaf)[0]
+
+
+def unit(vector: Tensor) -> Tensor:
+    return vector / vector.norm()
+
+
+@pytest.mark.parametrize("homogeneous", [False, True])
+def test_losses_minimizers_and_gradients_are_those_of_the_data(homogeneous: bool) -> None:
+    data = Data(homogeneous=homogeneous)
+    problem, b = data.problem(), torch.randn(P, dtype=torch.float64)
+    for i in range(N):
+        assert torch.allclose(linear_model.losses(problem, data.a, b)[i], data.loss(i, data.a, b), rtol=1e-12)
+        assert torch.allclose(linear_model.minimize_b(problem, data.a)[i], data.best_b(i, data.a), rtol=1e-10)
+        assert torch.allclose(
+            linear_model.compute_gradient_a(problem, data.a, b)[i], data.slope(i, data.a, b), rtol=1e-10
+        )
+
+
+def test_three_iterations_of_algorithm_2() -> None:
+    data = Data()
+    problem, a, expected = data.problem(), data.a, data.a
+    for _ in range(3):
+        a, b = linear_model.run_rolora_round(problem, a, ETA)
+        mean_b = sum(data.best_b(i, expected) for i in range(N)) / N
+        moved = expected - ETA / N * sum(data.slope(i, expected, mean_b) for i in range(N))
+        expected = moved / moved.norm()
+        assert torch.allclose(b, mean_b, rtol=1e-10)
+        assert torch.allclose(a, expected, rtol=1e-10)
+
+
+def test_three_rounds_of_fedit_average_both_factors() -> None:
+    """Two local steps; the product is that of the two means, whatever the length of the mean of a."""
+    data = Data()
+    problem, a, expected = data.problem(), data.a, data.a
+    for _ in range(3):
+        a, b = linear_model.run_fedit_round(problem, a, ETA, steps=2)
+        finals = []
+        for i in range(N):
+            own = expected
+            for _ in range(2):
+                moved = own - ETA * data.slope(i, own, data.best_b(i, own))
+                own = moved / moved.norm()
+            finals.append((own, data.best_b(i, own)))
+        mean_a, mean_b = (sum(pair[k] for pair in finals) / N for k in (0, 1))
+        assert torch.allclose(torch.outer(a, b), torch.outer(mean_a, mean_b), rtol=1e-10)
+        assert math.isclose(float(a.norm()), 1.0)
+        expected = mean_a / mean_a.norm()
+
+
+def test_ffa_lora_stops_at_the_mean_of_the_minimizers() -> None:
+    data = Data()
+    mean_b = sum(data.best_b(i, data.a) for i in range(N)) / N
+    assert torch.allclose(linear_model.compute_ffa_solution(data.problem(), data.a), mean_b, rtol=1e-10)
+
+
+def test_the_population_is_the_limit_of_many_samples() -> None:
+    """l_i = ||a* b_i*^T - a b^T||^2, and b = b* cos(a, a*)."""
+    data = Data()
+    problem, b = linear_model.create_population(data.a_star, data.b_star), torch.randn(P, dtype=torch.float64)
+    for i in range(N):
+        dense = torch.outer(data.a_star, data.b_star[i]) - torch.outer(data.a, b)
+        assert torch.allclose(linear_model.losses(problem, data.a, b)[i], dense.square().sum(), rtol=1e-12)
+    assert torch.allclose(linear_model.minimize_b(problem, data.a), data.b_star * (data.a @ data.a_star), rtol=1e-12)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10_000), st.floats(0.02, 1.0))
+def test_population_iterations_contract_as_lemma_A16_says(seed: int, share: float) -> None:
+    """delta' <= delta (1 - 2 eta (1 - delta0^2) ||mean b*||^2) for eta up to 1 / (2 ||mean b*||^2)."""
+    data = Data(seed)
+    problem, size = linear_model.create_population(data.a_star, data.b_star), float(data.b_star.mean(0).square().sum())
+    eta, a, first = share / (2 * size), data.a, linear_model.compute_angle_distance(data.a, data.a_star)
+    for _ in range(5):
+        delta = linear_model.compute_angle_distance(a, data.a_star)
+        a, _ = linear_model.run_rolora_round(problem, a, eta)
+        assert (
+            linear_model.compute_angle_distance(a, data.a_star) <= delta * (1 - 2 * eta * (1 - first**2) * size) + 1e-12
+        )
+
+
+@pytest.mark.parametrize(("clients", "samples"), [(1, 5), (3, 8), (5, 20)])
+def test_proposition_5_5_is_the_mean_over_draws(clients: int, samples: int) -> None:
+    """10,000 draws; within four standard errors, and far from the value without c."""
+    rng = torch.Generator().manual_seed(clients)
+    a = torch.tensor([1.0, 0.0], dtype=torch.float64)  # two inputs are enough: only X a and X a* matter
+    a_star, b_star = torch.tensor([0.6, 0.8], dtype=torch.float64), torch.tensor([[2.0]], dtype=torch.float64)
+    X = torch.randn((10_000, clients, samples, 2), generator=rng, dtype=torch.float64)
+
+    def loss(drawn: Tensor) -> Tensor:
+        problem = linear_model.from_samples(drawn, a_star, b_star.expand(clients, 1))
+        return linear_model.losses(problem, a, linear_model.compute_ffa_solution(problem, a)).mean()
+
+    values = torch.vmap(loss)(X)
+    error = float(values.std() / len(values) ** 0.5)
+    assert abs(float(values.mean()) - linear_model.compute_ffa_loss(0.8, 2.0, clients, samples)) < 4 * error
+    assert abs(float(values.mean()) - 4 * 0.64) > 4 * error
+
+
+def test_angle_distance() -> None:
+    a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.6, -0.8])
+    assert linear_model.compute_angle_distance(a, b) == pytest.approx(0.8)
+    assert linear_model.compute_angle_distance(b, a) == pytest.approx(0.8)
+    assert linear_model.compute_angle_distance(a, -a) == pytest.approx(0.0)
+
+
+def test_second_moments_without_drift_and_noise_are_the_target_of_rank_15() -> None:
+    target, views = draw_second_moments(24, 3, 0.0, 0.0, seed=1)
+    assert all(torch.equal(view, target) for view in views)
+    assert int(torch.linalg.matrix_rank(target)) == 15
+    drifted = draw_second_moments(40, 1, 0.5, 0.0, seed=1)[1][0]
+    assert int(torch.linalg.matrix_rank(drifted)) == 28
+
+
+def test_the_mean_of_many_second_moments_is_the_target_and_a_constant() -> None:
+    """E V_k = V* + drift^2 + noise^2 in every entry; entries of G* have variance 1."""
+    target, views = draw_second_moments(12, 20_000, 0.5, 0.3, seed=2)
+    bias = torch.stack(views).mean(0) - target
+    assert float(bias.mean()) == pytest.approx(0.5**2 + 0.3**2, abs=0.01)
+    assert float((bias - 0.34).abs().max()) < 0.1
+    wide = torch.stack([draw_second_moments(12, 0, 0.5, 0.3, seed)[0] for seed in range(500)])
+    assert float(wide.mean()) == pytest.approx(1.0, abs=0.05)
+
+
+def test_more_clients_are_the_same_ones_and_others() -> None:
+    few, many = draw_second_moments(8, 2, 0.5, 0.1, seed=3), draw_second_moments(8, 4, 0.5, 0.1, seed=3)
+    assert torch.equal(few[0], many[0])
+    assert all(torch.equal(one, other) for one, other in zip(few[1], many[1][:2], strict=True))

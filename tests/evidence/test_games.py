@@ -21,13 +21,6 @@ from evidence.pages.games.handshake import measure_invitations, play_handshake
 from evidence.pages.games.harness import Rows, compute_rate
 from evidence.pages.games.head_statistics import play_statistics
 from evidence.pages.games.heads import compute_accuracy, prepare_heads, train_head, train_many
-from evidence.pages.games.membership import (
-    compute_confidence,
-    compute_epsilon,
-    compute_likelihood_ratios,
-    play_audit,
-    play_membership,
-)
 from evidence.pages.games.secure import play_differences, play_secure
 from evidence.pages.games.texts import count_labels, play_texts, read_texts
 from evidence.pages.games.updates import compute_complement, compute_distance, measure_overlap
@@ -62,28 +55,28 @@ def test_models_that_remember_their_examples_tell_them_apart() -> None:
     hardness = 5 * rng.standard_normal(2000)
     for advantage, low, high in ((0.0, 0.0, 0.03), (4.0, 0.9, 1.0)):
         confidences = hardness + advantage * members + rng.standard_normal(members.shape)
-        scores = compute_likelihood_ratios(members, confidences, victim=3)
+        scores = membership.compute_likelihood_ratios(members, confidences, victim=3)
         assert low <= compute_rate(scores[members[3]], scores[~members[3]]) <= high
 
 
 def test_confidence_is_the_logit_of_the_probability_of_the_own_label() -> None:
     logits, labels = torch.tensor([[1.0, 2.0, 3.0], [0.0, 5.0, 1.0]]).double(), torch.tensor([0, 1])
     own = logits.softmax(1)[torch.arange(2), labels]
-    np.testing.assert_allclose(compute_confidence(logits, labels), (own / (1 - own)).log().numpy())
+    np.testing.assert_allclose(membership.compute_confidence(logits, labels), (own / (1 - own)).log().numpy())
 
 
 def test_an_audit_refutes_no_epsilon_that_holds_and_most_of_a_leak() -> None:
-    all_right = compute_epsilon(200, 200, 2000, 0.0)  # chance ** 200 = 0.05
+    all_right = membership.compute_epsilon(200, 200, 2000, 0.0)  # chance ** 200 = 0.05
     assert all_right == pytest.approx(math.log(0.05 ** (1 / 200) / (1 - 0.05 ** (1 / 200))), abs=1e-6)
-    assert compute_epsilon(200, 200, 2000, 1e-5) < all_right
+    assert membership.compute_epsilon(200, 200, 2000, 1e-5) < all_right
     rng, epsilon = np.random.default_rng(0), 1.5
     bounds = [
-        compute_epsilon(1000, int((rng.random(1000) < 1 / (1 + math.exp(-epsilon))).sum()), 1000, 0.0)
+        membership.compute_epsilon(1000, int((rng.random(1000) < 1 / (1 + math.exp(-epsilon))).sum()), 1000, 0.0)
         for _ in range(100)
     ]
     assert np.mean(np.array(bounds) > epsilon) <= 0.1
     assert np.mean(bounds) > 1.2
-    assert compute_epsilon(200, 100, 2000, 0.0) == 0
+    assert membership.compute_epsilon(200, 100, 2000, 0.0) == 0
 
 
 def test_statistics_of_few_features_show_members() -> None:
@@ -122,13 +115,13 @@ def test_members_are_found_in_plaintext_and_an_audit_holds(
     few, cache = rows[:600], tmp_path / "features.safetensors"
     monkeypatch.setattr(membership, "GUESSES", 40)
     scores = {
-        protection: play_membership(prepare_heads(few, protection, cache), protection, 8, 0, 200, 300)
+        protection: membership.play_membership(prepare_heads(few, protection, cache), protection, 8, 0, 200, 300)
         for protection in ("plain", "local", "secure")
     }
     assert scores["plain"]["membership"] > scores["local"]["membership"]
     assert scores["secure"]["accuracy"] > 0.4
     assert scores["local"]["epsilon"] < 8
-    assert play_audit(few[:100], 0)["epsilon"] < 8
+    assert membership.play_audit(few[:100], 0)["epsilon"] < 8
 
 
 @pytest.mark.slow

@@ -13,8 +13,7 @@ import yaml
 import fedspan
 from fedspan import FedspanError, SweepReport, load_config
 from fedspan.experiments import execution
-from fedspan.experiments.search import plan_sweep, rank_trials
-from fedspan.experiments.search_space import Range, list_combinations, parse_space
+from fedspan.experiments.search import Range, list_combinations, parse_space, plan_sweep, rank_trials
 from fedspan.runs.integrity import read_config
 from fedspan.runs.report import read_report
 from helpers import tiny
@@ -258,8 +257,3 @@ def test_mistakes_are_named_at_once(change: dict[str, Any], field: str, tiny_fol
     with refused(field):
         fedspan.sweep(folder=tmp_path / "made", **call)
     assert not (tmp_path / "made").exists()
-
-
-def test_another_sweep_there_is_refused(made: tuple[Path, SweepReport, RecordingWatcher], tiny_folder: Path) -> None:
-    with pytest.raises(FedspanError, match=r"the run trial-001-seed5 in .* began with another config"):
-        fedspan.sweep(values_of(tiny_folder), made[0], {"training.lr": "2e-2,1e-3"}, rounds=1, seeds=[5, 6])

@@ -129,7 +129,7 @@ def test_float32_follows_float64(name: str) -> None:
 def test_a_probes_moments_do_not_leak_into_training(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(clients=1)
     method = with_extras(LoRAA2(spec=problem.adapted().spec, r=3), "frozen")
-    rounds = _product(Federation(method, problem, adamw(LR, keep_optimizer=True, steps=2)))
+    rounds = _product(Federation(method, problem, adamw(LR, optimizer_state="keep", steps=2)))
     given: dict[tuple[int, str], OptimizerState | None] = {}
     train = rounds.engine.train
 

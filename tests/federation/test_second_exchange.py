@@ -87,7 +87,10 @@ def make_config(folder: Path, **changes: Mapping[str, Any]) -> Any:
 def connect(prepared: Prepared, folder: Path, spoil: Spoil = good, **rules: Any) -> tuple[Federation, Second]:
     """The same federation with its clients behind a transport, and the transport."""
     here, engine = prepared.federation, prepared.engine
-    loop, store = (LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed), DiskClientStore(folder))
+    loop, store = (
+        LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed, privacy=engine.privacy),
+        DiskClientStore(folder),
+    )
     hosts = {id: Host(here.method, loop, {id: one}, here.examples, store, 32) for id, one in here.clients.items()}
     transport = Second(hosts, spoil)
     made = Federation(here.method, engine, here.clients, here.examples, here.settings, transport, ReplyRules(**rules))

@@ -5,8 +5,6 @@ from torch import Tensor
 
 from fedspan.core.alignment import Ajive, View
 
-__all__ = ["compute_individual", "lift"]
-
 
 def lift(view: View, left: Tensor) -> Tensor:
     """The matrix whose coordinates ``left`` holds, (N, D)."""

@@ -15,14 +15,7 @@ COMMANDS = ("fedspan", "pip", "make")
 
 @dataclass(frozen=True)
 class Block:
-    """A code block.
-
-    Args:
-        page: Path of the page, relative to the repository's root.
-        line: Line of the block's first line, counted from 1.
-        language: Language of the fence; "indented" for a block without one.
-        text: Text of the block.
-    """
+    """A code block of a page; its language is "indented" where it has no fence."""
 
     page: Path
     line: int

@@ -31,8 +31,6 @@ from . import (
 from .watched_rounds import OPTIONS, flat
 from .wrapped_configs import TRAINING
 
-__all__ = ["ENGINES", "RUNS", "WAITS", "compare", "inner_waits", "result", "save_models"]
-
 ENGINES: Mapping[str, Mapping[str, Any]] = {
     "loop": {"name": "loop"},
     "batched": {"name": "batched", "clients_per_pass": 2, "workers": 1},
@@ -190,13 +188,7 @@ def compare(settings: dict[str, Any], engine: str, device: str) -> float:
 def inner_waits(
     settings: dict[str, Any], device: str, count: Callable[[], AbstractContextManager[Mapping[str, int]]]
 ) -> dict[str, int]:
-    """How often more the host waits in a round of six batched steps by client than in one of two, by place.
-
-    Args:
-        settings: Settings of the run.
-        device: The device.
-        count: Counts waits within its context.
-    """
+    """How often more the host waits in a round of six batched steps by client than in one of two, by place."""
     counts: list[Counter[str]] = []
     for steps in (2, 6):
         values = copy.deepcopy(settings)

@@ -31,33 +31,14 @@ from fedspan.deployment.handshake import Introduction, Invitation, build_node_va
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.protocol import ClientFacts, Envelope, Masking, Order, Part, Reply, decode_reply, read_header
-from fedspan.federation.secagg.messages import (
-    Agreement,
-    ConfirmOrder,
-    ConfirmReply,
-    KeysOrder,
-    KeysReply,
-    PublicKeys,
-    SharesOrder,
-    SharesReply,
-    UnmaskOrder,
-    UnmaskReply,
-    decode_request,
-)
+from fedspan.federation.secagg import messages
 
 from .fuzzing import changed, dumped, mangled
 from .hostile_node import make_public_key, make_strange_keys
 
-__all__ = ["TARGETS", "Codec", "Refusing", "Target"]
-
 
 class Target(ABC):
-    """A reader of foreign bytes.
-
-    Args:
-        name: Name of the target.
-        seeds: Valid inputs.
-    """
+    """A reader of foreign bytes; its seeds are valid inputs."""
 
     name: str
     seeds: Sequence[bytes]
@@ -147,7 +128,7 @@ class Codec(Target):
 
 
 _MASKING = Masking(session=1, peers=("a", "b"))
-_AGREEMENT = Agreement(
+_AGREEMENT = messages.Agreement(
     config="0" * 64,
     task="train",
     round=1,
@@ -162,7 +143,7 @@ _AGREEMENT = Agreement(
     facts="0" * 64,
 )
 _CLIENT = Client("a", 2, 1.0, 5, 1.0, None)
-_KEYS = PublicKeys(
+_KEYS = messages.PublicKeys(
     sealing=bytes(32), masking=bytes(32), own=bytes(32), signing=bytes(32), identity="ecdsa", signature=bytes(90)
 )
 _FACTS: dict[str, Any] = {"run": "run", "serial": 5, "round": 1, "attempt": 0, "to": "a", "session": 1}
@@ -177,15 +158,15 @@ class Orders(_Json):
         envelopes = (
             Order("train", 0, 0, 0.1, "a", _CLIENT, b"", 0, "run", 7, _MASKING).to_envelope(),
             Order("evaluate", 3, 1, 0.0, "a", None, b"", run="run", serial=8).to_envelope(),
-            KeysOrder(**_FACTS).to_envelope(),
-            SharesOrder(
+            messages.KeysOrder(**_FACTS).to_envelope(),
+            messages.SharesOrder(
                 **_FACTS,
                 peers={"a": _KEYS, "b": _KEYS},
                 agreement=_AGREEMENT,
                 facts=(ClientFacts.from_client(_CLIENT),),
             ).to_envelope(),
-            ConfirmOrder(**_FACTS, survivors=("a",), dropped=("b",), sealed={"a": bytes(100)}).to_envelope(),
-            UnmaskOrder(**_FACTS, signatures={"a": bytes(64)}).to_envelope(),
+            messages.ConfirmOrder(**_FACTS, survivors=("a",), dropped=("b",), sealed={"a": bytes(100)}).to_envelope(),
+            messages.UnmaskOrder(**_FACTS, signatures={"a": bytes(64)}).to_envelope(),
             Invitation(run="run", version=__version__, config=json.dumps(_CONFIG)).to_envelope(),
         )
         self.seeds = tuple(envelope.header.encode() for envelope in envelopes)
@@ -194,7 +175,7 @@ class Orders(_Json):
         """``Target.read``."""
         envelope = Envelope(data.decode(errors="surrogateescape"))
         try:
-            decode_request(envelope)
+            messages.decode_request(envelope)
         except ValueError:
             read_header(Invitation, envelope).read_values()
 
@@ -209,10 +190,10 @@ class Answers(_Json):
         envelopes = (
             Reply("train", 1, 0, "a", (Part(loss=0.5, examples=4.0),), scores).to_envelope(),
             Reply("train", 1, 0, "a", failed="no memory", lost=True).to_envelope(),
-            KeysReply(id="a", session=1, keys=_KEYS).to_envelope(),
-            SharesReply(id="a", session=1, sealed={"b": bytes(100)}).to_envelope(),
-            ConfirmReply(id="a", session=1, signature=bytes(64), unopened=("b",)).to_envelope(),
-            UnmaskReply(id="a", session=1, shares={"b": bytes(34)}, failed="no").to_envelope(),
+            messages.KeysReply(id="a", session=1, keys=_KEYS).to_envelope(),
+            messages.SharesReply(id="a", session=1, sealed={"b": bytes(100)}).to_envelope(),
+            messages.ConfirmReply(id="a", session=1, signature=bytes(64), unopened=("b",)).to_envelope(),
+            messages.UnmaskReply(id="a", session=1, shares={"b": bytes(34)}, failed="no").to_envelope(),
             Introduction(id="a", version=__version__, examples=5, base="0" * 64, extras="0" * 64).to_envelope(),
         )
         self.seeds = tuple(envelope.header.encode() for envelope in envelopes)
@@ -224,7 +205,7 @@ class Answers(_Json):
             lambda: decode_reply(envelope).failed,
             *(
                 (lambda kind=kind: read_header(kind, envelope).failed)
-                for kind in (KeysReply, SharesReply, ConfirmReply, UnmaskReply)
+                for kind in (messages.KeysReply, messages.SharesReply, messages.ConfirmReply, messages.UnmaskReply)
             ),
             lambda: read_header(Introduction, envelope).refused,
         )
@@ -474,12 +455,7 @@ class Configs(_Json):
 
 
 class Refusing(Target):
-    """A target whose errors are all of one documented kind.
-
-    Args:
-        inner: The target.
-        error: The documented error.
-    """
+    """A target whose errors are all of one documented kind."""
 
     def __init__(self, inner: Target, error: type[Exception]) -> None:
         self.inner, self.error, self.name, self.seeds = inner, error, inner.name, inner.seeds

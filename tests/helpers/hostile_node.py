@@ -15,13 +15,7 @@ from fedspan.transports.http.client import Link, NodeConnection, open_client
 
 
 class HostileNode:
-    """Sends single requests of a node that has joined with an admitted key.
-
-    Args:
-        address: Address of the server as ``host:port``.
-        authority: File with the certificate of the server's authority.
-        key: The node's private key.
-    """
+    """Sends single requests of a node that has joined with an admitted key."""
 
     def __init__(self, address: str, authority: Path, key: Any) -> None:
         link = Link(address, authority, key, 2**30)
@@ -86,14 +80,7 @@ def connect(address: str, authority: Path) -> ssl.SSLSocket:
 
 
 def send_unauthenticated(address: str, authority: Path, path: str, declared: int, sent: int) -> tuple[str, int]:
-    """Send a body without credentials until the server stops reading it.
-
-    Args:
-        address: Address of the server as ``host:port``.
-        authority: File with the certificate of the server's authority.
-        path: Path of the request.
-        declared: Size of the body that the headers declare, in bytes.
-        sent: Bytes to send at most.
+    """Send a body without credentials until the server stops reading it, or ``sent`` bytes of the declared ones.
 
     Returns:
         The first line of the answer, and the number of bytes of the body that were sent.

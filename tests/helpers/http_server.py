@@ -22,18 +22,9 @@ from fedspan.transports.http.transport import Bodies, send_envelopes
 
 from .ports import free_port
 
-__all__ = ["LocalServer", "join", "kill_serving", "run_server", "send_order", "serve_here"]
-
 
 class LocalServer:
-    """A server in a thread of this process.
-
-    Args:
-        link: Its connection data.
-        limits: Limits on requests.
-        bounds: Bounds on connections.
-        buffer: Bytes that the system holds of an answer that is not read; None: as the system decides.
-    """
+    """A server in a thread of this process; the system holds ``buffer`` bytes of an answer that is not read."""
 
     def __init__(
         self,

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedspan.experiments.series import Step
-from fedspan.experiments.watcher import Watcher
+from fedspan.experiments.series import Step, Watcher
 from fedspan.progress.listener import Listener
 
 

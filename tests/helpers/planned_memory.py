@@ -8,8 +8,6 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from . import tiny
 
-__all__ = ["CASES", "EXAMPLES", "TOLERANCE", "save_models", "settings"]
-
 TOLERANCE = 0.15
 EXAMPLES = 48
 _WORDS = 60  # beyond the greatest length

@@ -21,8 +21,6 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-__all__ = ["DEVICE", "Pretend", "count_synchronizations"]
-
 
 class _Module:
     """``torch.pretend``."""
@@ -57,14 +55,30 @@ _MATERIALIZED = {
 }
 """Lazy views, whose bits are not seen below the wrapper, with the operators that compute them."""
 
+_ALLOCATIONS = ("aten::empty", "aten::new_empty")
+
 _counters: list[Counter[str]] = []
+_work: list[Counter[str]] = []
+
+
+@contextmanager
+def count_work() -> Generator[Counter[str]]:
+    """Count operators that compute on the device, copies to and from it, bytes to the host, and waits of the host."""
+    counter: Counter[str] = Counter()
+    _work.append(counter)
+    try:
+        with count_synchronizations() as waits:
+            yield counter
+    finally:
+        _work.remove(counter)
+    counter["waits"] = sum(waits.values())
 
 
 @contextmanager
 def count_synchronizations() -> Generator[Counter[str]]:
     """Count how often the host would wait for an accelerator within this context, in all threads.
 
-    The keys name the operator and the package that called it.
+    The keys name the operator and the module that called it.
     """
     counter: Counter[str] = Counter()
     _counters.append(counter)
@@ -142,6 +156,8 @@ def _run(operator: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> An
             counter[f"{name.removeprefix('aten::')} in {_find_caller()}"] += 1
         elif _is_blocking_upload(name, args):
             counter[f"upload in {_find_caller()}"] += 1
+    for counter in _work:
+        _count_work(counter, operator, here, tensors, on_device)
     own = {key: _mapped(value, _unwrap) for key, value in options.items()}
     if requested is not None:
         own["device"] = torch.device("cpu")
@@ -161,13 +177,27 @@ def _run(operator: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> An
     return _mapped(result, wrap)
 
 
+def _count_work(
+    counter: Counter[str], operator: Any, here: list[Pretend], tensors: list[Tensor], on_device: bool
+) -> None:
+    """Count an operator, unless it only allocates or returns views."""
+    name, returns = operator._schema.name, operator._schema.returns
+    is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
+    if is_view or name.startswith(_ALLOCATIONS) or not (here or on_device):
+        return
+    crosses = name in _COPIES and (len(here) < len(tensors) or not on_device)
+    counter["copies" if crosses else "operators"] += 1
+    if crosses and here and not on_device:
+        counter["bytes to the host"] += sum(value.numel() * value.element_size() for value in here)
+
+
 def _find_caller() -> str:
-    """Return the package whose code called the operator, other than PyTorch."""
+    """Return the module whose code called the operator, other than PyTorch."""
     frame = sys._getframe(1)
     while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in ("torch", "helpers"):
-            return package
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in ("torch", "helpers"):
+            return module
         frame = frame.f_back
     return "autograd"
 

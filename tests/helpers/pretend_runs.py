@@ -3,7 +3,7 @@
 Writes one JSON object: under ``tasks``, the tasks of the runs; under ``runs``,
 for every run that was asked for, the largest relative distance between the two results, or the error on the device;
 under ``refusals``, what the device answers to mistakes; under ``waits``, how often the host waits for it in the inner
-loop.
+loop; under ``passes``, what passes cost by client and step.
 """
 
 import json
@@ -24,6 +24,7 @@ from fedspan.training.stacking import wait_for
 
 from . import pretend_device
 from .device_runs import ENGINES, RUNS, WAITS, compare, inner_waits, save_models
+from .pass_counts import PASSES, count_pass, fit_counts
 
 
 def refusals() -> dict[str, str | None]:
@@ -61,6 +62,13 @@ def clock_waits() -> dict[str, int]:
     return dict(counter)
 
 
+def count_passes(settings: Callable[[], dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """What passes of a run cost by client and step."""
+    sizes = [(clients, steps) for clients in (2, 8) for steps in (2, 4)]
+    device, count = str(pretend_device.DEVICE), pretend_device.count_work
+    return fit_counts({size: count_pass(settings(), device, *size, count) for size in sizes})
+
+
 def main(target: Path, names: list[str]) -> None:
     """Run the named runs (``NAME/ENGINE``; without names all, with each engine) on both devices."""
     torch.set_num_threads(1)
@@ -83,8 +91,9 @@ def main(target: Path, names: list[str]) -> None:
             for name in WAITS
         }
         waits["clock"] = clock_waits()
+        passes = {name: count_passes(lambda name=name: RUNS[name](folder)) for name in PASSES}
         tasks = {parse_config(run(folder)).task for run in RUNS.values()}
-    found = {"tasks": sorted(tasks), "runs": results, "refusals": refusals(), "waits": waits}
+    found = {"tasks": sorted(tasks), "runs": results, "refusals": refusals(), "waits": waits, "passes": passes}
     target.write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -6,12 +6,7 @@ from pathlib import Path
 
 
 def serve(path: str, connection: Connection) -> None:
-    """Answer with the header in ``reply.json`` beside the node file, but not while there is a file ``busy`` beside it.
-
-    Args:
-        path: The node file.
-        connection: Connection to the supervising process.
-    """
+    """Answer with the header in ``reply.json`` beside the node file, but not while a file ``busy`` is beside it."""
     folder = Path(path).parent
     while True:
         try:

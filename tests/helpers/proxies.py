@@ -33,14 +33,7 @@ class RunningProxy(NamedTuple):
 
 @contextmanager
 def run_proxy(kind: str, server_port: int, folder: Path, own: Path | None = None) -> Generator[RunningProxy]:
-    """Run a proxy.
-
-    Args:
-        kind: One of the kinds above.
-        server_port: Port of the server.
-        folder: Folder for its log.
-        own: Folder with the proxy's own certificate (``keys.make_authority``).
-    """
+    """Run a proxy of one of the kinds above; ``own`` has its own certificate (``keys.make_authority``)."""
     files = [] if own is None else [str(own / "server.crt"), str(own / "server.key")]
     command = [sys.executable, "-m", "helpers.proxies", kind, str(server_port), *files]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -1,11 +1,13 @@
 """Errors that a user can correct, expected by the field that they name."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from fedspan.errors import FedspanError
+
+Refused = Callable[..., FedspanError]
 
 
 @contextmanager

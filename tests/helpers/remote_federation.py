@@ -40,7 +40,7 @@ class LocalTraining(ReplyingTransport):
 def remote(prepared: Prepared, folder: Path, **rules: Any) -> Federation:
     """The same federation with its clients behind a transport."""
     here, engine = prepared.federation, prepared.engine
-    loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
+    loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed, privacy=engine.privacy)
     client_store = DiskClientStore(folder)
     hosts = {
         id: Host(here.method, loop, {id: client_data}, here.examples, client_store, 32)

@@ -36,25 +36,7 @@ from fedspan.crypto.masks import Integers, Ring, add_mask
 from fedspan.crypto.shares import SHARE, combine, split
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import ClientFacts, Masking, Order
-from fedspan.federation.secagg.messages import (
-    MASKED,
-    Agreement,
-    ConfirmOrder,
-    ConfirmReply,
-    KeysOrder,
-    KeysReply,
-    PublicKeys,
-    SharesOrder,
-    SharesReply,
-    UnmaskOrder,
-    UnmaskReply,
-    build_confirmation,
-    build_session_context,
-    compute_facts_digest,
-    compute_layout_digest,
-    compute_share,
-    create_initial_values,
-)
+from fedspan.federation.secagg import messages
 from fedspan.federation.serialization import encode
 from fedspan.federation.settings import SecureSettings
 
@@ -116,12 +98,12 @@ class _Session:
     """What the server holds of one session, and the secrets of the honest clients, to tell what it can compute."""
 
     context: str
-    keys: dict[str, PublicKeys] = field(default_factory=dict)
+    keys: dict[str, messages.PublicKeys] = field(default_factory=dict)
     owned: dict[str, SessionKeys] = field(default_factory=dict)
     hidden: dict[str, SessionKeys] = field(default_factory=dict)
-    peers: dict[str, Mapping[str, PublicKeys]] = field(default_factory=dict)
+    peers: dict[str, Mapping[str, messages.PublicKeys]] = field(default_factory=dict)
     present: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    agreements: dict[str, Agreement] = field(default_factory=dict)
+    agreements: dict[str, messages.Agreement] = field(default_factory=dict)
     clients: dict[str, Client] = field(default_factory=dict)
     transcripts: dict[str, str] = field(default_factory=dict)
     sealed: dict[str, Mapping[str, bytes]] = field(default_factory=dict)
@@ -178,7 +160,7 @@ class Game:
     def play(self, play: Play, body: bytes = MODEL) -> None:
         """Run a session, and keep what the server opens of it."""
         self._number += 1
-        session = _Session(build_session_context("run", self._number))
+        session = _Session(messages.build_session_context("run", self._number))
         stories = {id: play.other if id in play.misled else play.story for id in self.honest}
         self._exchange_keys(session, play.copied)
         for id, story in stories.items():
@@ -233,8 +215,8 @@ class Game:
 
     def _exchange_keys(self, session: _Session, is_copied: bool) -> None:
         for id in self.honest:
-            reply = self._answer(id, KeysOrder)
-            assert isinstance(reply, KeysReply)
+            reply = self._answer(id, messages.KeysOrder)
+            assert isinstance(reply, messages.KeysReply)
             assert reply.keys is not None
             stored = self.clients[id].sessions.load(id)
             assert stored is not None
@@ -257,7 +239,7 @@ class Game:
             )
         threshold = SecureSettings().compute_threshold(len(ids)) if story.threshold is None else story.threshold
         facts = tuple(ClientFacts.from_client(self._describe(peer, story)) for peer in ids)
-        agreement = Agreement(
+        agreement = messages.Agreement(
             config="",
             task=play.task,  # pyright: ignore[reportArgumentType]
             round=0,
@@ -268,11 +250,11 @@ class Game:
             clip=CLIP,
             bits=64,
             top=story.top,
-            layout=compute_layout_digest(create_initial_values(START, START)),
-            facts=compute_facts_digest(facts),
+            layout=messages.compute_layout_digest(messages.create_initial_values(START, START)),
+            facts=messages.compute_facts_digest(facts),
         )
-        reply = self._answer(id, SharesOrder, peers=peers, agreement=agreement, facts=facts)
-        if isinstance(reply, SharesReply):
+        reply = self._answer(id, messages.SharesOrder, peers=peers, agreement=agreement, facts=facts)
+        if isinstance(reply, messages.SharesReply):
             session.agreements[id], session.sealed[id] = agreement, reply.sealed
             session.peers[id] = peers
             session.transcripts[id] = agreement.build_transcript(session.context, peers)
@@ -288,7 +270,7 @@ class Game:
         except FedspanError as error:
             self.reasons.append(str(error))
             return
-        session.vectors[id] = message.tensors[MASKED].numpy().view(np.uint64)
+        session.vectors[id] = message.tensors[messages.MASKED].numpy().view(np.uint64)
 
     def _confirm_and_unmask(self, session: _Session, stories: Mapping[str, Story], unasked: Collection[str]) -> None:
         statements, signatures = dict[str, bytes](), defaultdict[bytes, dict[str, bytes]](dict)
@@ -296,16 +278,16 @@ class Game:
             dropped = tuple(peer for peer in session.present[id] if peer in stories[id].dropped)
             survivors = tuple(peer for peer in session.present[id] if peer not in dropped)
             sealed = {peer: self._seal_for(session, peer, id) for peer in session.present[id]}
-            reply = self._answer(id, ConfirmOrder, survivors=survivors, dropped=dropped, sealed=sealed)
-            if isinstance(reply, ConfirmReply):
-                statements[id] = build_confirmation(session.transcripts[id], survivors, dropped)
+            reply = self._answer(id, messages.ConfirmOrder, survivors=survivors, dropped=dropped, sealed=sealed)
+            if isinstance(reply, messages.ConfirmReply):
+                statements[id] = messages.build_confirmation(session.transcripts[id], survivors, dropped)
                 signatures[statements[id]][id] = reply.signature
         for id, statement in statements.items():
             if id in unasked:
                 continue
             signed = {peer: session.owned[peer].sign(statement) for peer in session.owned}
-            reply = self._answer(id, UnmaskOrder, signatures={**signed, **signatures[statement]})
-            for owner, share in reply.shares.items() if isinstance(reply, UnmaskReply) else ():
+            reply = self._answer(id, messages.UnmaskOrder, signatures={**signed, **signatures[statement]})
+            for owner, share in reply.shares.items() if isinstance(reply, messages.UnmaskReply) else ():
                 is_own = owner not in stories[id].dropped
                 session.shares[owner, "own" if is_own else "masking"].add(share)
 
@@ -362,7 +344,7 @@ class Game:
                 total += vectors[id] * np.uint64(factor % 2**64)
             shares = {
                 (id, session.clients[id].rank): factor
-                * compute_share(session.clients[id].weight, session.agreements[id].top)
+                * messages.compute_share(session.clients[id].weight, session.agreements[id].top)
                 for id, factor in factors.items()
             }
             self._opened.append((shares, Ring(64, CLIP, session.agreements[min(factors)].clients).decode(total)))
@@ -389,8 +371,8 @@ def _combine(shares: Collection[bytes], threshold: int) -> bytes | None:
         return None
 
 
-def _sign_keys(keys: SessionKeys, context: str, id: str, identity: Identity, masking: bytes) -> PublicKeys:
-    public = PublicKeys(
+def _sign_keys(keys: SessionKeys, context: str, id: str, identity: Identity, masking: bytes) -> messages.PublicKeys:
+    public = messages.PublicKeys(
         sealing=keys.sealing_public,
         masking=masking,
         own=compute_commitment(keys.own),

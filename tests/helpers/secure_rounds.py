@@ -112,17 +112,12 @@ def secured(
     """Return a prepared run's federation with masked replies, and the transport to its clients.
 
     Args:
-        prepared: The run with its clients.
         folder: Folder of the clients' session stores.
-        lose: Clients that do not answer, by phase.
-        spoil: Function that alters an answer.
-        settings: Settings of secure aggregation.
         least: Smallest number of clients in whose sum a client hides.
         method: The clients' method; None: the server's.
-        rules: Rules by which a round counts.
     """
     here, engine = prepared.federation, prepared.engine
-    loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
+    loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed, privacy=engine.privacy)
     client_store = DiskClientStore(folder)
 
     def make(id: str) -> Host:

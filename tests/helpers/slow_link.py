@@ -6,8 +6,6 @@ import time
 from contextlib import suppress
 from threading import Event, Lock, Thread
 
-__all__ = ["SlowLink"]
-
 _BLOCK = 4096
 _BURST = 0.2
 """Seconds of transmission that a link that was idle, or a thread that was late, makes up for."""

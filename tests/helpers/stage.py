@@ -52,13 +52,7 @@ def build_environment() -> dict[str, str]:
 
 
 class Deployment:
-    """Processes in a folder; all are ended with it.
-
-    Args:
-        folder: Folder for keys, data and logs.
-        names: Names under which the server is reached, beside this machine's own.
-        options: Further options of the server.
-    """
+    """Processes in a folder; all are ended with it. ``names`` are the server's, beside those of this machine."""
 
     def __init__(self, folder: Path, *, names: Sequence[str] = (), options: Sequence[str] = ()) -> None:
         self.folder, self.names, self.options = folder, names, options
@@ -122,14 +116,7 @@ class Deployment:
     def wait_for_training(
         self, name: str, used: float = BUSY, seconds: float = 240, *, has_worker: bool = True
     ) -> None:
-        """Wait until a node is in the middle of its training.
-
-        Args:
-            name: Name of the node.
-            used: Processor time after which it is taken to be so, in seconds.
-            seconds: Time limit in seconds.
-            has_worker: Whether it trains in a process of its own, and not in the node's.
-        """
+        """Wait until a node is in the middle of its training: until it has used so much processor time, in seconds."""
         pid, until = self.processes[name].pid, time.monotonic() + seconds
         worker = find_child(pid) if has_worker else pid
         idle = read_processor_seconds(worker)
@@ -150,14 +137,7 @@ class Deployment:
         self.wait_for("server", "listening on")
 
     def node_file(self, id: str, data: Path, columns: Mapping[str, str] | None = None, **changes: Any) -> Path:
-        """Write a node's file, with a key of its own that the server knows.
-
-        Args:
-            id: Id of the node.
-            data: Training data of the node.
-            columns: Fields of the node's ``data`` beside the file.
-            changes: Fields of the node's file that replace the defaults.
-        """
+        """Write a node's file, with a key of its own that the server knows."""
         key = self.folder / f"{id}.key"
         if not key.exists():
             self.call_here("join", "--new-key", str(key))

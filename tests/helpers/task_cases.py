@@ -31,8 +31,6 @@ from . import (
     tiny_topics,
 )
 
-__all__ = ["CASES", "OWN", "REFUSED", "TaskCase"]
-
 
 @dataclass(frozen=True)
 class TaskCase:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from fedspan.assembly.federation import compute_client_ranks, compute_client_scaling
-from fedspan.assembly.run import Prepared
+from fedspan.assembly.run import Prepared, prepare
 from fedspan.clients.host import Host
 from fedspan.config import RunConfig, parse_config
 from fedspan.core.method import Method
@@ -170,14 +170,7 @@ def variant(
     watch: Callable[[Method], Method] = lambda method: method,
     engine: type[LoopEngine] = LoopEngine,
 ) -> Prepared:
-    """Another method, or other rounds or training, on a model and data that are loaded already.
-
-    Args:
-        prepared: The run with the model.
-        config: Config with the same model, data and partition.
-        watch: Function that wraps the whole method.
-        engine: Class of the engine.
-    """
+    """Another method, or other rounds or training, on a model and data that are loaded; ``watch`` wraps the method."""
     adapted = prepared.engine.adapted
     all_clients = prepared.federation.clients
     method = config.build_method(replace(adapted.spec, clients=len(all_clients)))
@@ -185,7 +178,8 @@ def variant(
     for id, rank in compute_client_ranks(config, method, list(all_clients)).items():
         client = replace(all_clients[id].client, rank=rank, scaling=compute_client_scaling(config, method, rank))
         known.append(replace(all_clients[id], client=client))
-    made = engine(adapted, prepared.task, config.build_training_settings(), config.seed)
+    training, privacy = config.build_training_settings(), config.build_privacy_settings()
+    made = engine(adapted, prepared.task, training, config.seed, privacy=privacy)
     wrapped = watch(config.wrap_method(method))
     federation = simulate(wrapped, made, known, prepared.train, config.build_round_settings())
     evaluator = Evaluator(federation, config.evaluation.batch_size)
@@ -213,6 +207,18 @@ def final_tensors(prepared: Prepared) -> Mapping[str, Tensor]:
     while progress.state.round < prepared.federation.settings.rounds:
         progress = prepared.federation.run_round(progress).progress
     return progress.state.tensors
+
+
+def require_sgd_without_noise(values: Mapping[str, Any], rtol: float = 1e-5, atol: float = 1e-7) -> None:
+    """Require that DP-SGD without noise and clipping moves tensors in a step of all examples as SGD does."""
+    training = {"optimizer": "sgd", "lr": 0.05, "batch_size": 1000, "local_steps": 1, "max_grad_norm": 0}
+    federation, training = {"rounds": 1, "weights": "uniform", "clip_ratio": None}, {**values["training"], **training}
+    values = {**values, "federation": federation, "training": training, "engine": {"name": "loop"}}
+    privacy = {"mechanism": "dp-sgd", "clip": 1e6, "noise": 1e-12, "delta": 1e-3}
+    plain, private = (final_tensors(prepare(parse_config(own))) for own in (values, {**values, "privacy": privacy}))
+    assert max(float(value.norm()) for name, value in plain.items() if name.endswith("/B")) > 1e-3
+    for name, value in plain.items():
+        torch.testing.assert_close(private[name], value, rtol=rtol, atol=atol)
 
 
 def use_engine(federation: Federation, engine: Engine) -> None:

@@ -44,8 +44,6 @@ class Family:
 
     Args:
         title: Name of the family, as its paper or library writes it.
-        task: Task of the run.
-        build: Builds the model.
         targets: Target modules, where PEFT has no default for them.
         size: Rows and columns of the images of a vision model.
     """

@@ -15,8 +15,6 @@ from tokenizers.processors import TemplateProcessing
 
 from . import tiny
 
-__all__ = ["make_tokenizer", "save_masked", "settings"]
-
 _SITES = {"east": 17, "north": 26, "west": 41}
 _WORDS = [f"{kind}{number}" for kind in ("red", "blue") for number in range(6)]
 _VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *_WORDS]

@@ -8,8 +8,6 @@ from typing import Any
 
 from . import tiny
 
-__all__ = ["save_pairs", "save_scored_pairs", "settings"]
-
 _SITES = {"east": 13, "north": 22, "west": 35}
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from . import tiny, tiny_decoders
 
-__all__ = ["BAD", "GOOD", "ROWS", "USER", "make_rows", "save_preferences", "settings"]
-
 ROWS = [
     {"prompt": "Q: a1 b2 A:", "chosen": " b1 c2", "rejected": " a5"},
     {"prompt": "Q: c0 A:", "chosen": " d0", "rejected": " a1 a2 a3 d4"},

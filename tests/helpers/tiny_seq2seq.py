@@ -15,8 +15,6 @@ from tokenizers.processors import TemplateProcessing
 
 from . import tiny
 
-__all__ = ["BART", "FAMILIES", "TARGETS", "make_tokenizer", "save_model", "save_pairs", "settings"]
-
 _SITES = {"east": 13, "north": 22, "west": 35}
 _SOURCES, _TARGETS = ([f"{kind}{number}" for number in range(8)] for kind in ("der", "the"))
 _VOCABULARY = ["<pad>", "<unk>", "</s>", "say:", *_SOURCES, *_TARGETS]

@@ -8,8 +8,6 @@ from typing import Any
 
 from . import tiny
 
-__all__ = ["save_sentences", "settings"]
-
 _SITES = {"east": 17, "north": 26, "west": 41}
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from . import tiny
 
-__all__ = ["LABELS", "save_topics", "settings"]
-
 LABELS = tiny.LABELS[:3]
 _SITES = {"east": 17, "north": 26, "west": 41}
 

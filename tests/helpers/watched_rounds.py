@@ -164,8 +164,8 @@ class LocalTraining:
 class WatchedEngine(LoopEngine):
     """Keeps what was trained; compares jobs with their values of before."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **parts: Any) -> None:
+        super().__init__(*args, **parts)
         self.trained: list[LocalTraining] = []
         self.written: list[str] = []
 
@@ -216,13 +216,7 @@ def _list_transmitted(call: Call) -> list[tuple[str, str, Message]]:
 
 @dataclass(frozen=True)
 class MethodRun:
-    """A federation that was run.
-
-    Args:
-        prepared: The run with the watched method and engine.
-        rounds: All rounds of the run.
-        written: Inputs that a method wrote to; there should be none.
-    """
+    """A federation that was run; ``written`` are inputs that a method wrote to, and there should be none."""
 
     prepared: Prepared
     rounds: tuple[Round, ...]

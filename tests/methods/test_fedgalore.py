@@ -178,7 +178,7 @@ def test_rounds_match_dense_galore_and_dense_ajive(options: dict[str, Any], deca
     problem = Problem(clients=3)
     method = made(problem, **options)
     training = adamw(LR)
-    training = replace(training, optimizer=replace(training.optimizer, weight_decay=decay))
+    training = training.model_copy(update={"weight_decay": decay})
     federation = Federation(with_extras(method), problem, training)
     W, head, seen = problem.to_dense(*LAYERS), problem.to_dense(*HEAD), 0
     how = {"moments": method.moments, "scale": method.scale, "correct": method.bias_correction, "decay": decay}
@@ -244,9 +244,7 @@ def test_clients_of_different_numbers_of_steps_decay_the_base_by_their_shares(mo
     problem = Problem()
     method = made(problem)
     training = adamw(LR, batch_size=4)
-    federation = Federation(
-        with_extras(method), problem, replace(training, optimizer=replace(training.optimizer, weight_decay=0.5))
-    )
+    federation = Federation(with_extras(method), problem, training.model_copy(update={"weight_decay": 0.5}))
     W, rho, trained = problem.to_dense(*LAYERS), 1.0, dict[str, Trained]()
     original = federation.engine.train
 
@@ -278,7 +276,7 @@ def test_a_client_that_claims_to_have_decayed_the_whole_base_shrinks_it_little(
     """No limit on norms sees this number, with which one client of n takes an n-th of the base a round."""
     problem = Problem(clients=4)
     training = adamw(LR, batch_size=4)
-    training = replace(training, optimizer=replace(training.optimizer, weight_decay=weight_decay))
+    training = training.model_copy(update={"weight_decay": weight_decay})
     finish, honest, attacker = FedGaLore.finish, dict[str, float](), problem.client_ids[0]
 
     def lying(self: FedGaLore, job: Job, trained: Trained, client: Client, *rest: Any) -> tuple[Message, Memory]:
@@ -348,10 +346,10 @@ def test_without_any_step_no_claimed_decay_changes_the_base() -> None:
 def test_what_does_not_decay_keeps_the_base() -> None:
     problem = Problem(clients=2)
     training = adamw(LR, steps=2)
-    training = replace(training, optimizer=replace(training.optimizer, weight_decay=0.5))
+    training = training.model_copy(update={"weight_decay": 0.5})
     weights: list[Tensor] = []
     for decay in (0.0, 0.5):
-        settings = replace(training, optimizer=replace(training.optimizer, weight_decay=decay))
+        settings = training.model_copy(update={"weight_decay": decay})
         federation = Federation(with_extras(made(problem, decay_base=False), "frozen"), problem, settings)
         federation.round()
         assert federation.state.base.rho == 1.0
@@ -524,4 +522,4 @@ def test_clipping_bounds_the_projected_gradient() -> None:
     federation.round()
     (end,) = ends
     squares = sum(float(value.sum()) for value in end.optimizer_state.moments["exp_avg_sq"].values())
-    assert squares / (1 - settings.optimizer.betas[1]) == pytest.approx(limit**2, rel=1e-5)
+    assert squares / (1 - settings.betas[1]) == pytest.approx(limit**2, rel=1e-5)

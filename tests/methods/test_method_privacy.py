@@ -38,8 +38,8 @@ what is known."""
 class Counting(LoopEngine):
     """Counts the steps that it takes, by client and round."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **parts: Any) -> None:
+        super().__init__(*args, **parts)
         self.steps: Counter[tuple[str, int]] = Counter()
 
     def train(self, work: Assignment, examples: Examples) -> Trained:
@@ -141,7 +141,7 @@ def test_the_engines_agree(key: str, mechanism: str, prepared: Prepared, tiny_fo
     run = tiny.variant(prepared, settings(tiny_folder, key, mechanism, training={"optimizer": "sgd", "lr": 0.1}))
     _, by_loop = run_rounds(run.federation)
     parts = (run.engine.adapted, run.task, run.engine.settings, run.engine.seed)
-    tiny.use_engine(run.federation, BatchedEngine(*parts, StackingRequest(3, 1)))
+    tiny.use_engine(run.federation, BatchedEngine(*parts, StackingRequest(3, 1), privacy=run.engine.privacy))
     _, batched = run_rounds(run.federation)
     for name, value in by_loop.state.tensors.items():
         other = batched.state.tensors[name]

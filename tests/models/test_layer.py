@@ -9,19 +9,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from fedspan.core import parametrization as forms
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank, concatenate
-from fedspan.core.parametrization import (
-    Dense,
-    DenseLoRA,
-    Factorized,
-    Gram,
-    LoRA,
-    PairSum,
-    Parametrization,
-    Projected,
-    compute_dense_change,
-)
 from fedspan.core.tensors import Tensors, join_extra_name, join_tensor_name
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
@@ -80,18 +70,18 @@ class Whole(nn.Module):
         return self.layer(x)
 
 
-SLOTS: Mapping[str, tuple[Parametrization, Callable[[int, int], dict[str, tuple[int, int]]]]] = {
-    "LoRA": (LoRA(0.7), lambda m, n: {"A": (RANK, n), "B": (m, RANK)}),
-    "PairSum": (PairSum(0.7, 1.3), lambda m, n: {"A": (RANK, n), "B": (m, RANK), "L": (m, 1), "U": (1, n)}),
-    "Gram": (Gram(0.5), lambda m, n: {"A": (RANK, min(m, n)), "L": (m, min(m, n)), "R": (min(m, n), n)}),
+SLOTS: Mapping[str, tuple[forms.Parametrization, Callable[[int, int], dict[str, tuple[int, int]]]]] = {
+    "LoRA": (forms.LoRA(0.7), lambda m, n: {"A": (RANK, n), "B": (m, RANK)}),
+    "PairSum": (forms.PairSum(0.7, 1.3), lambda m, n: {"A": (RANK, n), "B": (m, RANK), "L": (m, 1), "U": (1, n)}),
+    "Gram": (forms.Gram(0.5), lambda m, n: {"A": (RANK, min(m, n)), "L": (m, min(m, n)), "R": (min(m, n), n)}),
     "Projected right": (
-        Projected("right"),
+        forms.Projected("right"),
         lambda m, n: {"acc": (m, RANK), "P": (RANK, n), "done_A": (1, n), "done_B": (m, 1)},
     ),
-    "Projected left": (Projected("left"), lambda m, n: {"acc": (RANK, n), "P": (m, RANK)}),
-    "Factorized": (Factorized(), lambda m, n: {"U": (m, RANK), "V": (RANK, n)}),
-    "Dense": (Dense(), lambda m, n: {"W": (m, n)}),
-    "DenseLoRA": (DenseLoRA(1.3), lambda m, n: {"W": (m, n), "L": (m, 1), "U": (1, n)}),
+    "Projected left": (forms.Projected("left"), lambda m, n: {"acc": (RANK, n), "P": (m, RANK)}),
+    "Factorized": (forms.Factorized(), lambda m, n: {"U": (m, RANK), "V": (RANK, n)}),
+    "Dense": (forms.Dense(), lambda m, n: {"W": (m, n)}),
+    "DenseLoRA": (forms.DenseLoRA(1.3), lambda m, n: {"W": (m, n), "L": (m, 1), "U": (1, n)}),
 }
 of_each_module = pytest.mark.parametrize("kind", MODULES)
 
@@ -138,7 +128,7 @@ def test_every_parametrization_is_the_module_with_that_weight(kind: str, name: s
 
     leaves = {name: value.clone().requires_grad_() for name, value in tensors.items()}
     original = adapted.layers["layer"].get_original()
-    W_OI = original + compute_dense_change(parametrization.compute_effective(by_slot(leaves)), original)
+    W_OI = original + forms.compute_dense_change(parametrization.compute_effective(by_slot(leaves)), original)
     expected = with_weight(plain, adapted, W_OI)(x)
     assert close(out.detach(), expected.detach())
     (expected * direction).sum().backward()
@@ -155,10 +145,10 @@ def test_captured_gradients_are_autograd_s(kind: str) -> None:
     """Each backward pass has its own, and they add up. They are float32 factors."""
     adapted, plain, x = made(kind)
     tensors = drawn(adapted, "LoRA")
-    adapted.install({"layer": LoRA(0.7)}, tensors, frozenset(tensors))
+    adapted.install({"layer": forms.LoRA(0.7)}, tensors, frozenset(tensors))
     found: list[LowRank] = []
     original = adapted.layers["layer"].get_original()
-    change = compute_dense_change(LoRA(0.7).compute_effective(by_slot(tensors)), original)
+    change = forms.compute_dense_change(forms.LoRA(0.7).compute_effective(by_slot(tensors)), original)
     plain = with_weight(plain, adapted, original + change)
     for _ in range(2):
         direction = torch.randn_like(plain(x))
@@ -181,9 +171,9 @@ def test_a_base_update_moves_the_weight_and_leaves_w0(kind: str, form: str) -> N
     dense = delta.to_dense() if isinstance(delta, LowRank) else delta
     base = BaseUpdate().add(Increment(0, {"layer": delta}, decay=0.5))
     tensors = {name: value.float() for name, value in drawn(adapted, "LoRA").items()}
-    pair = LoRA(0.7).compute_effective(by_slot(tensors)).pair
+    pair = forms.LoRA(0.7).compute_effective(by_slot(tensors)).pair
     adapted.set_base(base)
-    adapted.install({"layer": LoRA(0.7)}, tensors, frozenset())
+    adapted.install({"layer": forms.LoRA(0.7)}, tensors, frozenset())
     expected = with_weight(plain, adapted, 0.5 * W_OI + dense + pair.to_dense())(x)
     assert close(adapted.model(x), expected, 1e-5)
     assert torch.equal(layer.get_original(), W_OI)
@@ -204,7 +194,7 @@ def test_in_bfloat16_the_update_stays_beside_the_weight(kind: str, form: str) ->
     delta = LowRank(torch.randn(m, 1), torch.randn(1, n)) if form == "pair" else torch.randn(m, n)
     adapted.set_base(BaseUpdate().add(Increment(0, {"layer": delta})))
     tensors = {name: torch.zeros_like(value).float() for name, value in drawn(adapted, "LoRA").items()}
-    adapted.install({"layer": LoRA(1.0)}, tensors, frozenset())
+    adapted.install({"layer": forms.LoRA(1.0)}, tensors, frozenset())
     out = adapted.model(x)
     assert out.dtype == torch.bfloat16
     assert torch.equal(layer.stored_weight, stored)
@@ -221,9 +211,9 @@ def test_decay_within_a_job_shrinks_the_base_and_not_the_bias(kind: str) -> None
     adapted, plain, x = made(kind)
     layer = adapted.layers["layer"]
     tensors = drawn(adapted, "LoRA")
-    adapted.install({"layer": LoRA(0.7)}, tensors, frozenset())
+    adapted.install({"layer": forms.LoRA(0.7)}, tensors, frozenset())
     layer.shrink = 0.25
-    pair = LoRA(0.7).compute_effective(by_slot(tensors)).pair
+    pair = forms.LoRA(0.7).compute_effective(by_slot(tensors)).pair
     expected = with_weight(plain, adapted, 0.25 * layer.get_original() + pair.to_dense())(x)
     assert close(adapted.model(x), expected)
 
@@ -238,7 +228,7 @@ def test_peft_computes_the_same_from_the_same_factors(kind: str) -> None:
         join_tensor_name("layer", "A"): torch.randn(RANK, n),
         join_tensor_name("layer", "B"): torch.randn(m, RANK),
     }
-    adapted.install({"layer": LoRA(1.5)}, tensors, frozenset())
+    adapted.install({"layer": forms.LoRA(1.5)}, tensors, frozenset())
     config = LoraConfig(r=RANK, lora_alpha=3, target_modules=["layer"], fan_in_fan_out=isinstance(plain, Conv1D))
     theirs = get_peft_model(Whole(plain), config).eval()
     A, B = tensors["layer/A"], tensors["layer/B"]
@@ -259,14 +249,14 @@ def test_peft_computes_the_same_from_the_same_factors(kind: str) -> None:
 def test_dropout_is_on_the_input_of_the_pair_alone(kind: str) -> None:
     adapted, plain, x = made(kind)
     tensors = drawn(adapted, "LoRA")
-    adapted.install({"layer": LoRA(0.7)}, tensors, frozenset())
+    adapted.install({"layer": forms.LoRA(0.7)}, tensors, frozenset())
     adapted.set_dropout(lambda x, layer: torch.zeros_like(x))
     assert close(adapted.model(x), plain(x))
 
 
 def test_words_are_not_dropped() -> None:
     adapted, _, x = made("embedding")
-    adapted.install({"layer": LoRA(0.7)}, drawn(adapted, "LoRA"), frozenset())
+    adapted.install({"layer": forms.LoRA(0.7)}, drawn(adapted, "LoRA"), frozenset())
     before = adapted.model(x)
     adapted.set_dropout(lambda x, layer: x * 0)
     assert torch.equal(adapted.model(x), before)
@@ -450,7 +440,7 @@ def test_a_pass_of_all_clients_gives_each_the_outputs_of_its_own_model(middle: t
     stacked, x = StackedModel(model), draw(CLIENTS * 4, 4)
     clients = [tensors_of(client, model) for client in range(CLIENTS)]
     together = {name: torch.stack([tensors[name] for tensors in clients]) for name in clients[0]}
-    parametrization = {"up": LoRA(0.5), "out": LoRA(0.5)}
+    parametrization = {"up": forms.LoRA(0.5), "out": forms.LoRA(0.5)}
     with torch.no_grad():
         expected = torch.cat([alone(model, clients[client], x[4 * client :][:4]) for client in range(CLIENTS)])
         untouched = model.model(x)
@@ -467,7 +457,7 @@ def test_rows_that_are_no_multiple_of_the_examples_are_refused() -> None:
     stacked = StackedModel(model)
     clients = [tensors_of(client, model) for client in range(CLIENTS)]
     together = {name: torch.stack([tensors[name] for tensors in clients]) for name in clients[0]}
-    parametrization = {"up": LoRA(0.5), "out": LoRA(0.5)}
+    parametrization = {"up": forms.LoRA(0.5), "out": forms.LoRA(0.5)}
     with stacked.hold_tensors(parametrization, together, CLIENTS, 12):
         with pytest.raises(Unstackable, match=r"up is given an input of \(7, 4\) for 12 examples"):
             model.model(draw(7, 4))

@@ -1,4 +1,4 @@
-"""The papers' presets and their cells: every file fits the schema, and mistakes in one are named."""
+"""The papers' presets, their cells and dry runs: every file fits the schema, and mistakes in one are named."""
 
 from typing import Any
 
@@ -7,8 +7,11 @@ import pytest
 from fedspan import FedspanError
 from fedspan.config import parse_config
 from fedspan.models.names import ARCHITECTURES, BUILTIN_MODELS, resolve_model
+from fedspan.planning import plan
+from fedspan.planning.compute import Compute, LocalTraining
 from fedspan.reproduction.cells import list_cells, name_row_folders, tabulate_settings
 from fedspan.reproduction.presets import SCALES, list_presets, load_preset, merge, read_architectures, read_preset
+from fedspan.reproduction.rehearsal import dry_run
 from helpers.refusals import refused
 
 
@@ -132,3 +135,43 @@ def test_a_combination_that_small_skips_is_no_cell_there() -> None:
     preset = read_preset(changed(axes=axes, small={"skip": [{"task": ["two"], "clients": ["20", "50"]}]}), "x")
     assert [cell.name for cell in list_cells(preset, "small")] == ["one-3", "one-20", "one-50", "two-3"]
     assert len(list_cells(preset, "full")) == 6
+
+
+SHORT = {"fedgalore-figure4", "fedloru-figure3", "florg-bytes", "rolora-table6"}
+"""One of each paper whose dry run takes less than a second when small."""
+SIZES = [
+    pytest.param(id, scale, marks=() if scale == "small" and id in SHORT else pytest.mark.slow)
+    for id in IDS
+    for scale in SCALES
+]
+"""At full size some take half a minute."""
+
+
+@pytest.fixture
+def without_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans without the FLOPs and memory of passes, which take seconds a model and are tested in tests/planning."""
+    nothing = LocalTraining(Compute(None, 0, 0, 0, None, None, None, None), 0, 0)
+    monkeypatch.setattr(plan, "compute_training_cost", lambda *_: nothing)
+
+
+@pytest.mark.usefixtures("without_passes")
+@pytest.mark.parametrize(("id", "scale"), SIZES)
+def test_a_dry_run_needs_neither_weights_nor_data(id: str, scale: Any) -> None:
+    found = dry_run(id, scale=scale)
+    preset = load_preset(id)
+    assert {each.method for each in found} == set(preset.get_labels(scale))
+    for each in found:
+        assert each.plan.trainable > 0
+        assert each.plan.client.total > 0
+        assert each.plan.all_steps is None or each.plan.all_steps > 0
+
+
+@pytest.mark.usefixtures("without_passes")
+def test_the_papers_own_numbers_come_out() -> None:
+    """RoLoRA's figure 5: budgets of 187.5 and 250 KB a round (of LoRA, in bytes of 2^10 and its both ways)."""
+    rows = dry_run("rolora-figure5", scale="full")
+    sent = {(each.cell.partition("-")[2], each.method): each.plan.later_up for each in rows}
+    for budget, kilobytes in (("187.5-kb", 187.5), ("250-kb", 250)):
+        each = {method: count for (cell, method), count in sent.items() if cell.endswith(budget)}
+        assert len(set(each.values())) == 1, "all methods send the same"
+        assert each["LoRA"] == pytest.approx(1024 * kilobytes, rel=0.05)

@@ -39,10 +39,6 @@ def test_the_loss_decides_between_equal_scores_and_then_the_later_round() -> Non
     assert best_of("accuracy", *tied, {"accuracy": 0.6}) == 2  # without a loss
 
 
-def test_without_validation_parts_the_last_round_is_the_best() -> None:
-    assert best_of("accuracy", None, None, None) == 3
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308])
 def test_values_that_are_not_finite_can_be_stored_and_are_not_the_best(value: float) -> None:
     rated = rate_round("loss", 1, {"loss": value})

@@ -210,17 +210,7 @@ def test_generation_has_the_runs_options() -> None:
 
 def test_dp_sgd_without_noise_and_clipping_is_sgd(decoders: Path, tmp_path: Path) -> None:
     pytest.importorskip("opacus", reason="needs fedspan[privacy]")
-    training = {"optimizer": "sgd", "lr": 0.05, "batch_size": 1000, "local_steps": 1, "max_grad_norm": 0}
-    values = tiny_preferences.settings(decoders, tmp_path, training=training)
-    values["federation"] = {"rounds": 1, "weights": "uniform", "clip_ratio": None}
-    values["engine"] = {"name": "loop"}
-    privacy = {"mechanism": "dp-sgd", "clip": 1e6, "noise": 1e-12, "delta": 1e-3}
-    plain, private = (
-        tiny.final_tensors(prepare(parse_config(own))) for own in (values, {**values, "privacy": privacy})
-    )
-    assert max(float(value.norm()) for name, value in plain.items() if name.endswith("/B")) > 1e-3
-    for name, value in plain.items():
-        torch.testing.assert_close(private[name], value, rtol=1e-5, atol=1e-7)
+    tiny.require_sgd_without_noise(tiny_preferences.settings(decoders, tmp_path))
 
 
 def test_answers_that_are_equal_once_they_are_cut_are_counted() -> None:

@@ -6,8 +6,6 @@ from typing import Any
 
 from digest_inputs import LABELS, SITES, TAGS
 
-__all__ = ["TRAINERS", "build_cases", "build_configs", "get_node_data", "get_sent_data"]
-
 TRAINERS = "trainer"
 """The case, and the task, whose clients train with their owners' own trainers (``digest_trainer``)."""
 _SENT = ("labels", "prompt")
@@ -146,17 +144,13 @@ def build_configs(folder: Path, host: str) -> dict[str, dict[str, Any]]:
                 values[section] = {key: value for key, value in values[section].items() if value is not None}
         values = {section: value for section, value in values.items() if value is not None}
         values |= {} if name == TRAINERS else {"engine": engine.get(host, {"name": "loop"})}
+        values |= {"cluster": {"workers": 2}} if host == "ray" else {}
         made[name] = values
     return made
 
 
 def get_node_data(values: Mapping[str, Any], site: str) -> dict[str, Any]:
-    """Return the data of a node's file for a case: the site's own part, except of images, which all sites share.
-
-    Args:
-        values: The case's config.
-        site: Id of the site.
-    """
+    """Return the data of a node's file for a case: the site's own part, except of images, which all sites share."""
     train = Path(values["data"]["train"])
     own = train.with_name(f"{site}{train.suffix}") if train.suffix else train
     columns = {name: value for name, value in values["data"].items() if name not in ("train", "test_fraction", *_SENT)}

@@ -6,8 +6,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LABELS", "SITES", "TAGS", "save_inputs"]
-
 LABELS = ("admin", "billing", "lab", "symptom")
 SITES = {"north": 19, "south": 32, "west": 58}
 """Clients by id, with their numbers of examples."""

@@ -10,8 +10,6 @@ from typing import Any
 
 from digest_inputs import LABELS
 
-__all__ = ["make_trainer"]
-
 _BATCH, _HELD_OUT = 4, 3
 
 

@@ -8,7 +8,7 @@ A record holds, for every case, the digest of each tensor of the server's checkp
 exported adapters, with the structure around them, and the rows of ledger and metrics without wall times. Cases
 (``digest_cases``) are every registered method, wrapper and built-in task, and what they leave out of the
 parametrizations, the reductions, the kinds of privacy and secure aggregation. They run on the loop engine, on the
-batched engine with a fixed stacking plan, and in a deployment with TLS and keys. The case
+batched engine with a fixed stacking plan, on two workers of Ray, and in a deployment with TLS and keys. The case
 of owners' own trainers, which replace an engine, runs with the first and the last. The tool uses only the command line
 and the Python API, so it can record any checkout that has them. Bits depend on the machine and the number of threads:
 record both sides on one machine.
@@ -35,7 +35,7 @@ from digest_inputs import SITES, save_inputs
 from digest_trainer import make_trainer
 
 HERE = Path(__file__).resolve().parent
-HOSTS = ("loop", "batched", "deployment")
+HOSTS = ("loop", "batched", "ray", "deployment")
 TIMED = {"seconds", "time", "started", "finished", "chain"}
 """Fields of wall times, which differ from run to run, and ``chain``, by which lines of logs cover wall times."""
 

@@ -21,6 +21,7 @@ import pytest
 from fedspan.tasks.registry import BUILT_IN
 from fedspan.tasks.trainer import TRAINER
 from helpers.device_runs import ENGINES, RUNS, WAITS
+from helpers.pass_counts import PASSES
 
 pytestmark = pytest.mark.slow  # a process that imports everything, and minutes of runs
 ALL = [f"{name}/{engine}" for name in RUNS for engine in ENGINES]
@@ -64,14 +65,30 @@ def test_the_device_refuses_what_accelerators_refuse(compared: dict[str, Any]) -
 
 @pytest.mark.parametrize("name", WAITS)
 def test_the_host_waits_for_no_step(name: str, compared: dict[str, Any]) -> None:
-    """More steps, no more waits: batches are copied from pinned memory, and losses are read when a job has ended."""
-    allowed = {"_local_scalar_dense in transformers"}  # its mask of a pass with little padding
-    assert set(compared["waits"][name]) <= allowed
+    """More steps, no more waits: batches are copied from pinned memory, and losses are read when a job has ended.
+
+    Jobs that end with the same pass are read together, and which do depends on the number of steps.
+    """
+    mask, results = "_local_scalar_dense in transformers.masking_utils", "_to_copy in fedspan.training.client_slot"
+    assert set(compared["waits"][name]) <= {mask, results}  # Transformers' mask of a pass with little padding
 
 
 def test_most_runs_wait_nowhere(compared: dict[str, Any]) -> None:
     assert all(compared["waits"][name] == {} for name in ("task causal-lm", "task images"))
     assert compared["waits"]["clock"] == {"synchronize": 1}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_clients_of_a_pass_share_its_copies_and_waits(name: str, compared: dict[str, Any]) -> None:
+    counts = compared["passes"][name]
+    for kind in ("copies", "waits"):
+        assert counts[kind]["by client"] == counts[kind]["by client and step"] == 0
+        assert counts[kind]["fixed"] > 0
+    assert counts["operators"]["by client"] == 3  # rows in memory of their own: values and two moments
+    assert counts["operators"]["by client and step"] == 0
+    read = counts["bytes to the host"]
+    assert read["by client"] == counts["bytes of a row"]["fixed"]  # values, without moments
+    assert read["by client and step"] == 8  # a loss
 
 
 def test_the_table_holds_every_task(compared: dict[str, Any]) -> None:

@@ -1,44 +1,41 @@
-"""The stacking plan: the fastest that a budget allows to measure, remembered by shape, kept by a run."""
+"""The stacking plan: the fastest that a budget allows, remembered by shape; and models that predict in one pass."""
 
 import json
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import fedspan
 from fedspan.assembly.engine import keep_stacking_plan, make_engine
 from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
+from fedspan.core.values import Job
 from fedspan.models.stacked import Unstackable
 from fedspan.run_folder import RunFolder
 from fedspan.runs.baselines import BASELINES
-from fedspan.training import stacking
+from fedspan.tasks.task import Examples
+from fedspan.training import batching, stacking, worker
 from fedspan.training.batched import BatchedEngine
-from fedspan.training.stacking import (
-    DEFAULT,
-    MeasurementBudget,
-    StackingPlan,
-    StackingRequest,
-    get_cache_file,
-    read_plans,
-    search,
-)
 from fedspan.training.worker import Worker
-from helpers import tiny
+from helpers import tiny, tiny_decoders, tiny_images
+from helpers.families import others_slow
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[StackingPlan, float]:
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[stacking.StackingPlan, float]:
     """Nanoseconds a token, by what is tried; whatever is missing takes 9. The cache is an empty folder."""
-    seconds: dict[StackingPlan, float] = {}
+    seconds: dict[stacking.StackingPlan, float] = {}
 
     def taken(team: Sequence[Worker], together: Any, works: Any, clients_per_pass: int, *others: Any) -> float:
-        return 1e-9 * seconds.get(StackingPlan(clients_per_pass, len(team)), 9.0)
+        return 1e-9 * seconds.get(stacking.StackingPlan(clients_per_pass, len(team)), 9.0)
 
     monkeypatch.setattr(stacking, "_measure_token_seconds", taken)
     monkeypatch.setattr(stacking, "_SHARE", 1e9)
@@ -65,16 +62,16 @@ def prepare_batched(folder: Path) -> tuple[Prepared, BatchedEngine]:
 def test_as_many_at_once_as_is_fastest(
     seconds: dict[tuple[int, int], float],
     expected: tuple[int, int],
-    measured: dict[StackingPlan, float],
+    measured: dict[stacking.StackingPlan, float],
     tiny_folder: Path,
 ) -> None:
-    measured.update({StackingPlan(*key): value for key, value in seconds.items()})
+    measured.update({stacking.StackingPlan(*key): value for key, value in seconds.items()})
     prepared, engine = prepare_batched(tiny_folder)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         prepared.federation.run_round(prepared.federation.begin())
-        assert engine.stacking == StackingPlan(*expected)
+        assert engine.stacking == stacking.StackingPlan(*expected)
         measured.clear()  # remembered: nothing is measured again
         again = BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed)
         tiny.use_engine(prepared.federation, again)
@@ -82,16 +79,16 @@ def test_as_many_at_once_as_is_fastest(
         assert again.stacking == engine.stacking
     finally:
         torch.set_num_threads(threads)
-    kept = get_cache_file()
+    kept = stacking.get_cache_file()
     assert kept.parent == Path(os.environ["FEDSPAN_CACHE"])
     written = list(json.loads(kept.read_text()).values())
     assert written == [{"clients_per_pass": expected[0], "workers": expected[1]}]
 
 
-def test_a_damaged_cache_is_no_cache(measured: dict[StackingPlan, float]) -> None:
+def test_a_damaged_cache_is_no_cache(measured: dict[stacking.StackingPlan, float]) -> None:
     for text in ("", "[]", '{"a": 1}', '{"a": {"clients_per_pass": "x"}}'):
-        get_cache_file().write_text(text)
-        assert read_plans() == {}
+        stacking.get_cache_file().write_text(text)
+        assert stacking.read_plans() == {}
 
 
 def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -103,7 +100,7 @@ def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pyte
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation=federation))
     found = tiny.final_tensors(prepared)
     engine = prepared.engine
-    stacking_request = StackingRequest(engine.stacking.clients_per_pass, engine.stacking.workers)
+    stacking_request = stacking.StackingRequest(engine.stacking.clients_per_pass, engine.stacking.workers)
     tiny.use_engine(
         prepared.federation, BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed, stacking_request)
     )
@@ -115,38 +112,38 @@ def test_short_runs_are_not_worth_measuring(tiny_folder: Path, monkeypatch: pyte
     monkeypatch.setattr(stacking, "_measure_token_seconds", None)
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}))
     prepared.federation.run_round(prepared.federation.begin())
-    workers = min(DEFAULT.workers, torch.get_num_threads())
-    assert prepared.engine.stacking == StackingPlan(DEFAULT.clients_per_pass, workers)
+    workers = min(stacking.DEFAULT.workers, torch.get_num_threads())
+    assert prepared.engine.stacking == stacking.StackingPlan(stacking.DEFAULT.clients_per_pass, workers)
 
 
 @pytest.mark.parametrize("tokens", [3600, 1e4, 1e5, 1e6])
 def test_measuring_stays_within_its_tokens(tokens: float) -> None:
-    budget, taken = MeasurementBudget(tokens, pass_tokens=100), 0.0
+    budget, taken = stacking.MeasurementBudget(tokens, pass_tokens=100), 0.0
 
-    def measure(plan: StackingPlan, passes: int) -> float:
+    def measure(plan: stacking.StackingPlan, passes: int) -> float:
         nonlocal taken
         assert 1 <= passes <= 4
         taken += 3 * passes * plan.clients_per_pass * plan.workers * 100
         return 1e-3 / plan.clients_per_pass
 
-    found = search(StackingRequest(), 200, 2, measure, budget)
+    found = stacking.search(stacking.StackingRequest(), 200, 2, measure, budget)
     assert taken <= tokens
     if tokens == 1e6:
-        assert found == StackingPlan(64, 1)
+        assert found == stacking.StackingPlan(64, 1)
 
 
 @pytest.mark.parametrize("seconds", [0.005, 0.02])
 def test_measuring_stops_after_ten_seconds(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(stacking.time, "perf_counter", lambda: now[0])
-    budget = MeasurementBudget(float("inf"), pass_tokens=100)
+    budget = stacking.MeasurementBudget(float("inf"), pass_tokens=100)
 
-    def measure(plan: StackingPlan, passes: int) -> float:
+    def measure(plan: stacking.StackingPlan, passes: int) -> float:
         pace = seconds / plan.clients_per_pass
         now[0] += pace * 3 * plan.clients_per_pass * plan.workers * 100
         return pace
 
-    found = search(StackingRequest(), 200, 2, measure, budget)
+    found = stacking.search(stacking.StackingRequest(), 200, 2, measure, budget)
     assert now[0] <= 10
     assert budget.exhausted
     assert (found is None) == (seconds == 0.02)  # one plan takes 6 s, and its neighbor twice as long
@@ -193,17 +190,19 @@ def test_passes_that_do_not_fit_into_memory_are_not_chosen(
     fitting: int, threads: int, expected: tuple[int, int] | None
 ) -> None:
     """``fitting`` clients fit, over all workers; without any, nothing is chosen and few plans are tried."""
-    tried = list[StackingPlan]()
+    tried = list[stacking.StackingPlan]()
 
-    def measure(plan: StackingPlan, passes: int) -> float:
+    def measure(plan: stacking.StackingPlan, passes: int) -> float:
         assert passes
         tried.append(plan)
         clients = plan.clients_per_pass * plan.workers
         return 1e-6 / plan.clients_per_pass if clients <= fitting else math.inf
 
-    found = search(StackingRequest(), 50, threads, measure, MeasurementBudget(math.inf, pass_tokens=10))
+    found = stacking.search(
+        stacking.StackingRequest(), 50, threads, measure, stacking.MeasurementBudget(math.inf, pass_tokens=10)
+    )
     if expected is not None:
-        assert found == StackingPlan(*expected)
+        assert found == stacking.StackingPlan(*expected)
     assert max(plan.clients_per_pass for plan in tried) <= max(4, 4 * fitting)
     assert len(tried) <= 7
 
@@ -235,8 +234,8 @@ def test_clients_that_do_not_fit_into_memory_beside_each_other_are_no_plan(
     [
         pytest.param(dict.fromkeys((1, 2, 4, 8), math.inf), None, 1, id="memory forbids every plan"),
         pytest.param({4: 9e6, 2: 1e7, 1: 1e7}, 1.0, 4, id="cut short after the first plans"),
-        pytest.param({}, 0.0, DEFAULT.clients_per_pass, id="without time"),
-        pytest.param(None, None, DEFAULT.clients_per_pass, id="a model that cannot be stacked"),
+        pytest.param({}, 0.0, stacking.DEFAULT.clients_per_pass, id="without time"),
+        pytest.param(None, None, stacking.DEFAULT.clients_per_pass, id="a model that cannot be stacked"),
     ],
 )
 def test_a_plan_that_was_not_measured_to_the_end_is_not_remembered(
@@ -244,7 +243,7 @@ def test_a_plan_that_was_not_measured_to_the_end_is_not_remembered(
     left: float | None,
     expected: int,
     tiny_folder: Path,
-    measured: dict[StackingPlan, float],
+    measured: dict[stacking.StackingPlan, float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object) -> float:
@@ -253,19 +252,21 @@ def test_a_plan_that_was_not_measured_to_the_end_is_not_remembered(
     monkeypatch.setattr(stacking.torch, "get_num_threads", lambda: 1)
     if paces is None:
         monkeypatch.setattr(stacking, "_measure_token_seconds", refuse)
-    measured.update({StackingPlan(size, 1): pace for size, pace in (paces or {}).items()})
+    measured.update({stacking.StackingPlan(size, 1): pace for size, pace in (paces or {}).items()})
     prepared, engine = prepare_batched(tiny_folder)
     if left is not None:
         engine.measuring.left = left
     prepared.federation.run_round(prepared.federation.begin())
-    assert engine.stacking == StackingPlan(expected, 1)
-    assert not get_cache_file().exists()
+    assert engine.stacking == stacking.StackingPlan(expected, 1)
+    assert not stacking.get_cache_file().exists()
 
 
-def test_engines_of_a_run_share_the_time_for_measuring(tiny_folder: Path, measured: dict[StackingPlan, float]) -> None:
+def test_engines_of_a_run_share_the_time_for_measuring(
+    tiny_folder: Path, measured: dict[stacking.StackingPlan, float]
+) -> None:
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"rounds": 1000}))
     main, settings = prepared.engine, prepared.federation.training
-    other = make_engine(prepared.config, main.adapted, prepared.task, settings, shared_with=main)
+    other = make_engine(prepared.config, main.adapted, prepared.task, settings, None, shared_with=main)
     assert other.measuring is main.measuring
     before = main.measuring.left
     prepared.federation.run_round(prepared.federation.begin())
@@ -297,19 +298,19 @@ def test_a_range_test_and_baselines_store_their_plans_before_they_use_them(
     prepared = prepare(parse_config(values))
     variant = BASELINES["local-only"](prepared)
     keep_stacking_plan(RunFolder(plans[1].parent), variant.engine)
-    assert variant.engine.stacking == StackingPlan(3, 1)
+    assert variant.engine.stacking == stacking.StackingPlan(3, 1)
 
 
 def test_a_run_takes_the_plan_of_its_own_size(
-    tiny_folder: Path, measured: dict[StackingPlan, float], monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, measured: dict[stacking.StackingPlan, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A short run has the same plan before and after a longer one has measured, and so the same bits."""
     prepared, engine = prepare_batched(tiny_folder)
     federation = prepared.federation
-    measured.update({StackingPlan(4, 1): 5, StackingPlan(2, 1): 3, StackingPlan(1, 1): 2})
+    measured.update({stacking.StackingPlan(4, 1): 5, stacking.StackingPlan(2, 1): 3, stacking.StackingPlan(1, 1): 2})
     monkeypatch.setattr(stacking.torch, "get_num_threads", lambda: 1)
 
-    def chosen(share: float) -> StackingPlan | None:
+    def chosen(share: float) -> stacking.StackingPlan | None:
         monkeypatch.setattr(stacking, "_SHARE", share)
         again = BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed, rounds=1)
         tiny.use_engine(federation, again)
@@ -318,6 +319,242 @@ def test_a_run_takes_the_plan_of_its_own_size(
 
     shares = [2.0**power for power in range(-8, 17, 8)]
     plans = [chosen(share) for share in shares]
-    assert plans[0] == StackingPlan(4, 1)  # nothing can be measured
-    assert plans[-1] == StackingPlan(1, 1)
+    assert plans[0] == stacking.StackingPlan(4, 1)  # nothing can be measured
+    assert plans[-1] == stacking.StackingPlan(1, 1)
     assert plans == [chosen(share) for share in shares]
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many models shared each pass."""
+    found: list[int] = []
+    predict = worker.Worker.predict
+
+    def counted(self: worker.Worker, models: Sequence[batching.ModelInputs], examples: Examples) -> list[Tensor]:
+        predictions = predict(self, models, examples)
+        found.append(len(models))
+        return predictions
+
+    monkeypatch.setattr(worker.Worker, "predict", counted)
+    return found
+
+
+def prepared_run(kind: str, tiny_folder: Path, decoders: Path, images: Path, **changes: Any) -> Prepared:
+    """A run with personal models, stacked three at once in two threads."""
+    personal: dict[str, Any] = {
+        "federation": {"clients_per_round": None},
+        "method": {"name": "local-only", "r": 2},
+        "training": {"optimizer": "sgd", "lr": 0.05},
+        "engine": {"name": "batched", "clients_per_pass": 3, "workers": 2},
+    }
+    if kind.endswith("-lm"):
+        made = tiny_decoders.settings(decoders, kind.removesuffix("-lm"))
+    elif kind in ("vit", "resnet"):
+        made = tiny_images.settings(images, kind)
+    else:
+        made = tiny.settings(tiny_folder, kind)
+    for section, change in (*personal.items(), *changes.items()):
+        made[section] = {**made.get(section, {}), **change}
+    return prepare(parse_config(made))
+
+
+def personal_models(prepared: Prepared, sizes: Sequence[int]) -> list[batching.ModelInputs]:
+    """The clients' models after a round, each with some of all examples, in turns."""
+    federation, evaluator = prepared.federation, prepared.evaluator
+    progress = federation.run_round(federation.begin()).progress
+    jobs = [evaluator.build_job(progress, id) for id in federation.clients]
+    rng = np.random.default_rng(0)
+    return [
+        (jobs[at % len(jobs)], rng.choice(len(prepared.train), size, replace=False)) for at, size in enumerate(sizes)
+    ]
+
+
+def largest_gap(prepared: Prepared, models: Sequence[batching.ModelInputs], batch_size: int) -> float:
+    """The largest relative distance of predictions of stacked models from those of each alone."""
+    engine = prepared.engine
+    stacked = list(engine.predict_each(iter(models), prepared.train, batch_size))
+    alone = [engine.predict(job, prepared.train, indices, batch_size) for job, indices in models]
+    assert [one.shape for one in stacked] == [one.shape for one in alone]
+    first, second = (engine.predict(job, prepared.train, models[0][1], batch_size) for job, _ in models[:2])
+    assert float((first - second).norm() / first.norm()) > 1e-3, "the models are too similar to be told apart"
+    return max(float((one - other).norm() / other.norm()) for one, other in zip(stacked, alone, strict=True))
+
+
+@pytest.mark.parametrize("kind", others_slow(["bert", "gpt2", "llama-lm", "vit", "resnet"], ["bert", "resnet"]))
+def test_models_predict_together_what_they_predict_alone(
+    kind: str, tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
+) -> None:
+    prepared = prepared_run(kind, tiny_folder, decoders, images)
+    models = personal_models(prepared, [5, 3, 8, 1, 2, 7])
+    assert largest_gap(prepared, models, 24) < 1e-5
+    assert max(passes) == 3
+
+
+@pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "last-layer"])
+def test_models_predict_the_same_examples_together_as_alone(
+    layers: list[int] | None, tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
+) -> None:
+    """Five models in stacks of three and two; a batch of 12 examples takes three passes of four, or two of six."""
+    prepared = prepared_run("deep-bert", tiny_folder, decoders, images, model={"layers_to_transform": layers})
+    models, engine = personal_models(prepared, [1] * 5), prepared.engine
+    indices = np.random.default_rng(1).permutation(len(prepared.train))[:12]
+    jobs = [job for job, _ in models]
+    stacked = list(engine.predict_shared_examples(iter(jobs), prepared.train, indices, 12))
+    assert sorted(passes) == [2, 2, 3, 3, 3]
+    alone = [engine.predict(job, prepared.train, indices, 12) for job in jobs]
+    assert float((alone[0] - alone[1]).norm() / alone[0].norm()) > 1e-3, "the models are too similar to be told apart"
+    gaps = [float((one - other).norm() / other.norm()) for one, other in zip(stacked, alone, strict=True)]
+    assert max(gaps) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"layers_to_transform": [1]}},
+        pytest.param({"model": {"modules_to_save": ["LayerNorm", "pooler"]}}, marks=pytest.mark.slow),
+        pytest.param({"training": {"lora_dropout": 0.4}}, marks=pytest.mark.slow),
+        {"method": {"name": "fedsa-lora", "r": 3}},
+        pytest.param({"method": {"name": "pfedlora", "r": 2}}, marks=pytest.mark.slow),
+    ],
+    ids=lambda changes: json.dumps(changes)[:60],
+)
+def test_what_trains_and_how(
+    changes: dict[str, Any], tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
+) -> None:
+    prepared = prepared_run("deep-bert", tiny_folder, decoders, images, **changes)
+    assert largest_gap(prepared, personal_models(prepared, [4, 6, 3]), 18) < 1e-5
+    assert passes == [3]
+
+
+def test_packed_examples_predict_alone(tiny_folder: Path, decoders: Path, images: Path, passes: list[int]) -> None:
+    prepared = prepared_run("llama-lm", tiny_folder, decoders, images, data={"packing": True})
+    assert largest_gap(prepared, personal_models(prepared, [4, 2, 3]), 24) == 0.0
+    assert passes == []
+
+
+def test_the_evaluation_of_personal_models_is_stacked(
+    tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
+) -> None:
+    """The scores of every client are those of the loop engine."""
+    parts = {"partition": {"validation": 0.2, "test": 0.2}}
+    prepared = prepared_run("bert", tiny_folder, decoders, images, **parts)
+    progress = prepared.federation.run_round(prepared.federation.begin()).progress
+    scores = prepared.evaluator.evaluate_clients(progress)
+    assert max(passes) > 1
+    loop = prepared_run("bert", tiny_folder, decoders, images, **parts, engine={"name": "loop"})
+    for found, expected in zip(scores, loop.evaluator.evaluate_clients(progress), strict=True):
+        assert list(found.by_client) == list(expected.by_client)
+        for id, row in expected.by_client.items():
+            assert found.by_client[id] == pytest.approx(row, rel=1e-5)
+
+
+def test_personal_models_share_passes_over_a_held_out_set(
+    tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
+) -> None:
+    """The scores of every client are those of the loop engine."""
+    scores: list[dict[str, Any]] = []
+    for engine in ("batched", "loop"):
+        prepared = prepared_run("bert", tiny_folder, decoders, images, engine={"name": engine})
+        progress = prepared.federation.run_round(prepared.federation.begin()).progress
+        passes.clear()
+        scores.append(dict(prepared.evaluator.evaluate_heldout(progress, prepared.test)))
+        assert max(passes, default=1) == (3 if engine == "batched" else 1)
+    assert list(scores[0]) == list(scores[1])
+    for id, row in scores[1].items():
+        assert scores[0][id] == pytest.approx(row, rel=1e-5)
+
+
+def test_a_global_model_predicts_a_held_out_set_alone(
+    tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
+) -> None:
+    prepared = prepared_run("bert", tiny_folder, decoders, images, method={"name": "fedit", "r": 2})
+    assert prepared.evaluator.evaluate_heldout(prepared.federation.begin(), prepared.test).keys() == {"global"}
+    assert passes == []
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many models each refused pass had; all are refused."""
+    calls: list[int] = []
+
+    def refuse(self: worker.Worker, models: Sequence[batching.ModelInputs], examples: Examples) -> list[Tensor]:
+        calls.append(len(models))
+        raise Unstackable("it mixes its examples")
+
+    monkeypatch.setattr(worker.Worker, "predict", refuse)
+    return calls
+
+
+def test_models_that_cannot_share_passes_over_the_same_examples_predict_alone(
+    tiny_folder: Path, decoders: Path, images: Path, calls: list[int]
+) -> None:
+    prepared = prepared_run("bert", tiny_folder, decoders, images)
+    jobs, engine = [job for job, _ in personal_models(prepared, [1, 1, 1])], prepared.engine
+    indices = np.arange(7)
+    predictions = list(engine.predict_shared_examples(iter(jobs), prepared.train, indices, 4))
+    assert calls == [3, 3], "each thread tries one pass"
+    for job, rows in zip(jobs, predictions, strict=True):
+        assert torch.equal(rows, engine.predict(job, prepared.train, indices, 4))
+
+
+def test_models_that_cannot_share_a_pass_predict_alone(
+    tiny_folder: Path, decoders: Path, images: Path, calls: list[int]
+) -> None:
+    prepared = prepared_run("bert", tiny_folder, decoders, images)
+    models = personal_models(prepared, [4, 2, 3])
+    assert largest_gap(prepared, models, 12) == 0.0
+    assert calls == [3]
+    assert largest_gap(prepared, models, 12) == 0.0
+    assert calls == [3], "it is tried once"
+
+
+def test_a_model_that_mixes_examples_is_detected(
+    tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
+) -> None:
+    prepared = prepared_run("bert", tiny_folder, decoders, images)
+    models = personal_models(prepared, [4, 2, 3])
+    prepared.engine.adapted.model.get_submodule("bert.embeddings").register_forward_hook(
+        lambda _, __, output: output - output.mean(0, keepdim=True)
+    )
+    assert largest_gap(prepared, models, 12) == 0.0
+    assert passes == []
+
+
+def test_only_the_models_of_a_window_are_in_memory() -> None:
+    requested: list[int] = []
+
+    def models() -> Any:
+        for size in (3, 3, 2, 9, 1):
+            requested.append(size)
+            yield Job({}, {}, ()), np.arange(size)
+
+    made = batching.split_windows(models(), 8)
+    assert [len(indices) for _, indices in next(made)] == [3, 3, 2]
+    assert requested == [3, 3, 2, 9], "one more shows that the window is full"
+    assert [[len(indices) for _, indices in window] for window in made] == [[9], [1]]
+
+
+def test_stacks_keep_the_batch_size_and_the_kinds_apart() -> None:
+    def job(rank: int) -> Job:
+        return Job({}, {"layer/A": torch.zeros(rank, 5)}, ())
+
+    models = [(job(2), np.arange(3)), (job(4), np.arange(2)), (job(2), np.arange(6)), (job(2), np.arange(2))]
+    assert batching.build_prediction_key(models[0][0]) != batching.build_prediction_key(models[1][0])
+    assert batching.stack_models(models, 8, 12) == [[2, 0], [3], [1]]
+    assert batching.stack_models(models, 1, 100) == [[2], [0], [3], [1]]
+    assert batching.stack_models([(replace(one), rows[:0]) for one, rows in models[:1]], 4, 4) == [[0]]
+
+
+def test_stacks_on_the_same_examples_are_of_one_kind_and_their_passes_have_the_batch_size() -> None:
+    jobs = [Job({}, {"layer/A": torch.zeros(rank, 5)}, ()) for rank in (2, 4, 2, 2, 4)]
+    assert [len(window) for window in batching.split_job_windows(iter(jobs), 2)] == [2, 2, 1]
+    assert batching.stack_on_shared_examples(jobs, 2, 64) == [[0, 2], [3], [1, 4]]
+    assert batching.stack_on_shared_examples(jobs, 8, 2) == [[0, 2], [3], [1, 4]], (
+        "a model has at least one row of a batch"
+    )
+    batches = [np.arange(8), np.arange(8, 11)]
+    parts = batching.split_into_passes(batches, 3, 8)
+    assert np.concatenate(parts).tolist() == list(range(11))
+    assert [len(part) for part in parts] == [2, 2, 2, 2, 2, 1]
+    alone = [part.tolist() for batch in batches for part in batching.split_into_passes([batch], 3, 8)]
+    assert alone == [part.tolist() for part in parts]

@@ -128,7 +128,7 @@ def train_many(heads: Heads, runs: Sequence[Sequence[np.ndarray]], seed: int) ->
     start = heads.nodes.federation.begin().state.tensors
     model = [start[name].expand(len(runs), *start[name].shape) for name in (WEIGHT, BIAS)]
     rates = [RATE * start[BIAS].numel() ** 0.5 * scale for scale in (SCALE**2, 1.0)]
-    privacy, training = heads.nodes.federation.training.privacy, heads.nodes.federation.training
+    privacy, training = heads.nodes.engine.privacy, heads.nodes.federation.training
     clip, noise, size, steps = None, 0.0, BATCH, None
     if privacy is not None and privacy.mechanism == "dp-sgd":
         (count,) = {len(part) for part in parts}

@@ -149,7 +149,7 @@ def play_audit(rows: Rows, seed: int) -> dict[str, float]:
         },
     }
     node = prepare_nodes(values, rows, len(rows), "dp-sgd", seed)
-    privacy, everything, nothing = node.federation.training.privacy, np.arange(len(rows)), np.empty(0, np.int64)
+    privacy, everything, nothing = node.engine.privacy, np.arange(len(rows)), np.empty(0, np.int64)
     assert privacy is not None
     features = node.engine.compute_features(None, node.train, everything, 64).double()
     labels = torch.from_numpy(get_labels(node.train, everything))

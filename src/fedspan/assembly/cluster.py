@@ -64,8 +64,7 @@ def connect_workers(
     prepared: Prepared, team: Team, key: bytes | None = None, build: Callable[[WorkerKit], Host] = build_host
 ) -> Prepared:
     """Build the workers' hosts, and connect a prepared run to them."""
-    from fedspan.transports.ray.predictor import ClusterPredictor
-    from fedspan.transports.ray.transport import ClusterTransport
+    from fedspan.transports.ray.transport import ClusterPredictor, ClusterTransport
 
     config, local_federation, partition = prepared.config, prepared.federation, prepared.partition
     local = local_federation.transport

@@ -23,7 +23,7 @@ from fedspan.tasks.settings import TaskSettings
 from fedspan.tasks.task import RunTask, Task
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.engine import Engine
-from fedspan.training.jobs import TrainingSettings
+from fedspan.training.jobs import Privacy, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import StackingPlan, StackingRequest
 from fedspan.training.stages import Stages
@@ -68,6 +68,7 @@ def make_engine(
     adapted: AdaptedModel,
     task: Task,
     settings: TrainingSettings,
+    privacy: Privacy | None,
     stages: Stages | None = None,
     shared_with: Engine | None = None,
 ) -> Engine:
@@ -82,10 +83,11 @@ def make_engine(
     )
     stages = stages or (None if shared_with is None else shared_with.stages)
     if options.name != "batched":
-        return LoopEngine(adapted, task, settings, seed, prefix, stages=stages)
-    request = StackingRequest(options.clients_per_pass, options.workers)
-    rounds = config.federation.rounds
-    engine = BatchedEngine(adapted, task, settings, seed, request, prefix, options.padding_free, stages, rounds)
+        return LoopEngine(adapted, task, settings, seed, prefix, stages=stages, privacy=privacy)
+    request, rounds = StackingRequest(options.clients_per_pass, options.workers), config.federation.rounds
+    engine = BatchedEngine(
+        adapted, task, settings, seed, request, prefix, options.padding_free, stages, rounds, privacy
+    )
     if isinstance(shared_with, BatchedEngine):
         engine.measuring = shared_with.measuring
     return engine
@@ -192,7 +194,8 @@ def build_trainer(
     )
     task = config.task_definition.build(built.processor, task_settings, config.data)
     method = config.build_method(replace(adapted.spec, clients=clients))
-    engine = make_engine(config, adapted, task, config.build_training_settings(key), stages)
+    settings, privacy = config.build_training_settings(), config.build_privacy_settings(key)
+    engine = make_engine(config, adapted, task, settings, privacy, stages)
     return RunTrainer(
         config=config,
         labels=labels,

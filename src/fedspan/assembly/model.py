@@ -143,6 +143,8 @@ def build_empty_model(
     from fedspan.models.empty import META, load_empty
 
     settings = config.model
+    # The kind of device that a run will use; this machine may lack it.
+    kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     model = load_empty(
         settings.name,
         config.task_definition.head,
@@ -150,18 +152,13 @@ def build_empty_model(
         architecture=architecture,
         revision=settings.revision,
         dtype=getattr(torch, settings.dtype),
-        attention=_choose_attention(config, _get_planned_device(config.device)),
+        attention=_choose_attention(config, torch.device(kind)),
         image_size=settings.image_size,
         pooling=get_pooling(config),
         device=META if device is None else device,
         depth=depth,
     )
     return adapt_model(config, model, ())[0]
-
-
-def _get_planned_device(name: str) -> torch.device:
-    """Return the kind of device that a run will use; this machine may lack it."""
-    return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def adapt_model(

@@ -22,7 +22,7 @@ from fedspan.assembly.model import RunModel, adapt_model, adopt_adapter, require
 from fedspan.assembly.run import LocalRun, Prepared
 from fedspan.assembly.task import collect_task_settings
 from fedspan.config import RunConfig, parse_config
-from fedspan.config.engine import EngineConfig
+from fedspan.config.sections import EngineConfig
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.data.partition import ClientPart, ClientParts, Partition
 from fedspan.errors import FedspanError
@@ -244,9 +244,6 @@ class TrainerRuns:
 
         Args:
             existing_partition: The partition of a resumed run, which the trainers' numbers of examples must match.
-
-        Raises:
-            FedspanError: If anything in the config does not fit the trainers or their models.
         """
         if self._processes is None:
             return self._load(config, existing_partition, key, stages)
@@ -307,9 +304,9 @@ class TrainerRuns:
             root = next(iter(self._trainers.values())).root  # a sentence-transformers model cuts texts itself
             max_length = getattr(root, "max_seq_length", None) or config.model.max_length
             task_settings = collect_task_settings(config, tuple(config.data.labels or ()), max_length, model.pooling)
-            task, settings = TrainerTask(metric), config.build_training_settings(key)
-            metric_needed = config.evaluation.metric
-            engine = TrainerEngine(owners, task, settings, config.seed, stages, metric_needed, self._processes)
+            task, settings = TrainerTask(metric), config.build_training_settings()
+            needed, privacy = config.evaluation.metric, config.build_privacy_settings(key)
+            engine = TrainerEngine(owners, task, settings, config.seed, stages, needed, self._processes, privacy)
             method = config.build_method(replace(model.adapted.spec, clients=len(owners)))
             clients = build_clients(config, method, parts)
             self._restore = restore.pop_all()

@@ -43,8 +43,6 @@ class LocalRun(RunTrainer):
     """A run whose clients' examples are in this process, without its federation.
 
     Args:
-        clients: The clients, by sorted id.
-        train: Encoded examples of the clients.
         partition: The training examples of each client; None: the examples are on remote nodes.
         test: Encoded held-out examples, or None.
         test_parts: Indices of the held-out examples of each value of ``evaluation.by``, int64; empty without it.
@@ -215,7 +213,6 @@ def collect_objects(config: RunConfig, call: str, data: Any, model: Any, tokeniz
     Args:
         call: The Python function that takes them, for errors: ``fedspan.resume``.
         data: The data; None: read as the config says.
-        model: The model; None: loaded by name.
         tokenizer: The tokenizer or image processor; None: that of the model's name.
     """
     if data is None:

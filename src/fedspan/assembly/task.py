@@ -34,7 +34,6 @@ def collect_columns(data: DataConfig, label_separator: str | None) -> dict[str, 
     """Return the options that describe the columns of a run's examples.
 
     Args:
-        data: Section ``data`` of the run.
         label_separator: The separator of several labels in a text, as it was detected; None: there is none.
     """
     complete = fill_data_defaults(data).model_copy(update={"label_separator": label_separator})

@@ -20,7 +20,6 @@ MACHINES = "Between machines"
 """Panel of the commands of a deployment."""
 
 SERVER = Path("fedspan-server")
-"""Default folder of a server."""
 
 ServerFolder = Annotated[Path, typer.Option("--server", metavar="FOLDER", help="The server's folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

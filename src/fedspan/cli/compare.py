@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from fedspan.experiments.comparison import CompareReport
     from fedspan.experiments.search import SweepReport
+    from fedspan.experiments.series import Watcher
     from fedspan.experiments.tables import Table
-    from fedspan.experiments.watcher import Watcher
 
 Config = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file that all runs share.")]
 Out = Annotated[

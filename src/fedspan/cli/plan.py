@@ -271,8 +271,9 @@ def _show_compute(out: Console, plans: Mapping[str, Plan], is_max_length: bool) 
         )
     if time is not None:
         transfers = "" if first.transfer is None else ", including transfers"
+        speed = "this machine, as measured" if time.device == "here" else f"{time.device}, at the assumed utilization"
         notes.append(
-            f"Time: for training {_describe_device(time.device)}; on {workers}, all clients; on one each, the "
+            f"Time: for training on {speed}; on {workers}, all clients; on one each, the "
             f"clients of a round in parallel{transfers}. Evaluation and the server's own work are not included."
         )
     out.print(" ".join(notes), style="dim")
@@ -280,7 +281,3 @@ def _show_compute(out: Console, plans: Mapping[str, Plan], is_max_length: bool) 
         if plan.time is not None and plan.time.memory is not None and plan.client.total > plan.time.memory:
             available, required = format_size(plan.time.memory), format_size(plan.client.total)
             out.print(f"{key}: a client needs {required}, and {plan.time.device} has {available}", style="yellow")
-
-
-def _describe_device(device: str) -> str:
-    return "on this machine, as measured" if device == "here" else f"on {device}, at the assumed utilization"

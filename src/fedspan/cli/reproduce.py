@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from fedspan.cli.commands import Json, Overrides, refuse_options, register_command
-from fedspan.cli.compare import RESUMED, Seeds, parse_seeds, print_table
+from fedspan.cli.compare import RESUMED, Out, Resume, Seeds, parse_seeds, print_table
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
-    from fedspan.experiments.watcher import Watcher
+    from fedspan.experiments.series import Watcher
     from fedspan.reproduction.presets import Scale
     from fedspan.reproduction.rehearsal import PlannedCell
 
@@ -40,10 +40,7 @@ def reproduce(
     model: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Folder of a model, if the preset requires one.")
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Folder of the runs and the tables; an existing series is resumed."),
-    ] = None,
+    out: Out = None,
     seeds: Seeds = None,
     overrides: Overrides = None,
     reuse: Annotated[
@@ -52,9 +49,7 @@ def reproduce(
             metavar="FOLDER", help="Folder of finished runs, of which equal ones are copied; may be repeated."
         ),
     ] = None,
-    resume: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Resume a series with its original settings.")
-    ] = None,
+    resume: Resume = None,
     as_json: Json = False,
 ) -> None:
     """Reproduce a table or figure of a paper and judge its statements, or estimate the cost.

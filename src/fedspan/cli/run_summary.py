@@ -28,7 +28,6 @@ _NO_SCORES = (
     "at least limits.evaluation_examples of them)"
 )
 _MAX_FAILURES = 5
-"""Number of clients whose failures are shown."""
 _TARGET_COLUMNS: Mapping[TargetType, str] = {
     "labels": "labels",
     "number": "number",

@@ -121,7 +121,7 @@ class Host:
 
     def make_first_assignments(self, orders: Iterable[Order]) -> list[Assignment]:
         """Return the first jobs of orders to train, without carrying them out."""
-        keep = self.engine.settings.keep_optimizer
+        keep = self.engine.settings.optimizer_state == "keep"
         return [training.make_assignment(training.job, keep) for training in map(self._open_training, orders)]
 
     def prepare(self, ids: Iterable[str]) -> None:
@@ -164,9 +164,11 @@ class Host:
         Args:
             orders: Orders to train by client id; each is read when its client's training begins.
         """
-        keeps_moments, running = self.engine.settings.keep_optimizer, dict[str, OpenTraining]()
+        keeps_moments, running = self.engine.settings.optimizer_state == "keep", dict[str, OpenTraining]()
 
         def make_assignment(training: OpenTraining, job: Job) -> Assignment:
+            if self.on_trained is not None:
+                job = replace(job, want_moments=True)
             assignment = training.make_assignment(job, keeps_moments)
             if self.checkpoints is None:
                 return assignment
@@ -244,7 +246,7 @@ class Host:
         return self.method.start(message, order.client, memory, order.round), replace(stored, base=base)
 
     def _open_training(self, order: Order) -> OpenTraining:
-        data, client, settings = self._get_data(order), _require_client(order), self.engine.settings
+        data, client, privacy = self._get_data(order), _require_client(order), self.engine.privacy
         if len(data.train) < self.train_examples and not self._is_private:
             problem = "this node has fewer training examples with labels of the run than it needs to train"
             raise FedspanError("limits.train_examples", self.train_examples, problem=problem)
@@ -252,19 +254,19 @@ class Host:
         message = self._decode_message(order)
         job, stored = self._start_job(order, message)
         noise, origin = 0.0, ""
-        if settings.privacy is not None and settings.privacy.mechanism == "dp-sgd":
+        if privacy is not None and privacy.mechanism == "dp-sgd":
             trusted = _set_true_examples(client, data)
             noise = compute_training_noise(
-                settings, settings.privacy, self.method, message, trusted, order.round, stored.memory
+                self.engine.settings, privacy, self.method, message, trusted, order.round, stored.memory
             )
-            if settings.privacy.secret:
+            if privacy.secret:
                 origin = f"{self.agreed} {order.key} {compute_state_digest(stored)}"
         return OpenTraining(order, client, data, stored, job, noise, origin, stored.memory, dict(stored.moments))
 
     @property
     def _is_private(self) -> bool:
         """Whether replies have noise, so that nothing else may tell the server of the examples: no error may."""
-        privacy = self.engine.settings.privacy
+        privacy = self.engine.privacy
         return privacy is not None and privacy.mechanism != "central"
 
     @property
@@ -280,7 +282,7 @@ class Host:
         return self._finish_training(training, None, reply)
 
     def _finish_training(self, training: OpenTraining, trained: Trained | None, reply: Message) -> Reply:
-        order, privacy = training.order, self.engine.settings.privacy
+        order, privacy = training.order, self.engine.privacy
         if privacy is not None and privacy.mechanism == "local":
             reply = privatize(privacy, training.job.tensors, training.client, reply, order.round)
         if (self._is_private and not self.reveals_losses) or self.metric_limits.epsilon is not None:
@@ -339,22 +341,20 @@ class Host:
         """Compute the privacy cost of an order for its client."""
         if not isinstance(order, Order) or order.task != "train" or order.client is None:
             return ()
-        settings = self.engine.settings
-        if settings.privacy is None:
+        settings, privacy = self.engine.settings, self.engine.privacy
+        if privacy is None:
             return ()
         client = _set_true_examples(order.client, self._get_data(order))
         memory = self._load_state(client.id, client.last_round).memory
         return compute_order_charges(
-            settings.privacy, settings, self.method, self._decode_message(order), client, order.round, memory
+            privacy, settings, self.method, self._decode_message(order), client, order.round, memory
         )
 
     def compute_planned_charges(self, id: str) -> tuple[Charge, ...]:
         """Compute the privacy cost of all rounds of the run for a client that trains in each of them."""
-        settings, data = self.engine.settings, self.clients[id]
-        client = _set_true_examples(data.client, data)
-        return compute_planned_charges(
-            settings.privacy, settings, self.method, partial(self.method.init, self.engine.adapted), client
-        )
+        engine, data = self.engine, self.clients[id]
+        client, begin = _set_true_examples(data.client, data), partial(self.method.init, engine.adapted)
+        return compute_planned_charges(engine.privacy, engine.settings, self.method, begin, client)
 
     def _export(self, order: Order) -> Reply:
         if self.export is None:
@@ -395,7 +395,7 @@ class Host:
         self._require_secure(order)
         self.require_statistics(order)
         kind, bound, message = parse_statistics_order(self._decode_message(order))
-        if self.engine.settings.privacy is not None:
+        if self.engine.privacy is not None:
             problem = "statistics of features are not privatized"
             raise FedspanError("training.privacy", kind, "model.head_init: random", problem=problem)
         if message.tensors or message.base is not None:

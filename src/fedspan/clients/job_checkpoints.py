@@ -79,7 +79,6 @@ class DiskJobCheckpoint:
         key: What the job was computed from; the progress of a job with another key is not used.
         steps: Number of optimizer steps between two checkpoints; None: any.
         seconds: Number of seconds between two checkpoints; None: any.
-        clock: Clock in seconds.
     """
 
     path: Path
@@ -143,9 +142,6 @@ class JobCheckpoints:
         Args:
             order: The order. An order that repeats a round with the same message continues its training.
             number: Number of the job within the order, from 0.
-
-        Raises:
-            FedspanError: If the disk is full or refuses to write.
         """
         key = hashlib.sha256(f"{self.context} {order.key}".encode()).hexdigest()[:32]
         with convert_disk_errors(self.folder, "free some space on the node"):

@@ -48,7 +48,6 @@ class OverlayMapping(Mapping[str, V], Generic[V]):
     """A mapping with changes on top of another one, which is not changed.
 
     Args:
-        base: The unchanged mapping.
         changes: Values that replace those of `base`; this dict is modified.
     """
 

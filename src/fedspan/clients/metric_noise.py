@@ -100,8 +100,6 @@ def add_noise(
     Args:
         metrics: Means over the measured examples; no example contributes more than the task's bound to the loss. Others
             are not released but for perplexities, which follow from the noisy loss; so they may be infinite.
-        measured: Number of these examples.
-        examples: Number of all examples of the part.
         epsilon: Epsilon of the release: that of all metrics together, where one example is replaced by another.
     """
     names, released = list_released_metrics(task), {"examples": float(round_count(examples))}

@@ -29,7 +29,6 @@ class Session(BinaryPart):
         phase: The last phase that was answered.
         secret: The secret that the keys are derived from; empty once the session has ended.
         peers: Keys of all clients, as received in the phase of shares.
-        agreement: The agreement of that phase.
         facts: The facts about the clients that are part of it.
         present: The clients with which the vector was masked.
         survivors: The clients whose vectors are in the sum, as signed.
@@ -95,11 +94,7 @@ class SessionStore(Protocol):
         ...
 
     def store(self, client: str, session: Session) -> None:
-        """Replace the last session by a new one, which is durable on return.
-
-        Raises:
-            FedspanError: If the disk is full or refuses to write.
-        """
+        """Replace the last session by a new one, which is durable on return."""
         ...
 
     def load_sum(self, client: str, model: str) -> Sum | None:
@@ -107,11 +102,7 @@ class SessionStore(Protocol):
         ...
 
     def store_sum(self, client: str, model: str, revealed: Sum) -> None:
-        """Store the sum of a model, which is durable on return.
-
-        Raises:
-            FedspanError: If the disk is full or refuses to write.
-        """
+        """Store the sum of a model, which is durable on return."""
         ...
 
 
@@ -123,20 +114,16 @@ class MemorySessionStore:
         self._sums: dict[str, tuple[str, Sum]] = {}
 
     def load(self, client: str) -> Session | None:
-        """``SessionStore.load``."""
         return self._sessions.get(client)
 
     def store(self, client: str, session: Session) -> None:
-        """``SessionStore.store``."""
         self._sessions[client] = session
 
     def load_sum(self, client: str, model: str) -> Sum | None:
-        """``SessionStore.load_sum``."""
         last, revealed = self._sums.get(client, ("", None))
         return revealed if last == model else None
 
     def store_sum(self, client: str, model: str, revealed: Sum) -> None:
-        """``SessionStore.store_sum``."""
         self._sums[client] = model, revealed
 
 
@@ -173,11 +160,9 @@ class DiskSessionStore:
             raise FedspanError(str(path), None, problem=problem) from error
 
     def store(self, client: str, session: Session) -> None:
-        """``SessionStore.store``."""
         self._write(self._get_folder(client) / "session.json", session.model_dump_json())
 
     def load_sum(self, client: str, model: str) -> Sum | None:
-        """``SessionStore.load_sum``."""
         path = self._get_sum_path(client, model)
         if not path.is_file():
             return None
@@ -188,7 +173,6 @@ class DiskSessionStore:
             raise FedspanError(str(path), None, problem=problem) from error
 
     def store_sum(self, client: str, model: str, revealed: Sum) -> None:
-        """``SessionStore.store_sum``."""
         self._write(self._get_sum_path(client, model), revealed.model_dump_json())
 
     def _write(self, path: Path, text: str) -> None:
@@ -207,7 +191,6 @@ def remove_secrets(folder: Path, latest: float) -> None:
     """Remove what sessions need to continue from their files; what later sessions must differ from stays.
 
     Args:
-        folder: The folder of all runs' sessions.
         latest: Sessions without a phase since this time, in seconds since the epoch, do not continue.
     """
     for path in folder.glob("*/*/session.json"):

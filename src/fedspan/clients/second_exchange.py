@@ -62,11 +62,7 @@ class FirstExchangeStore(Protocol):
         ...
 
     def store_trained(self, client: str, round: int, first: FirstExchange | None) -> None:
-        """Replace what the client trained in any round; None: delete it.
-
-        Raises:
-            FedspanError: If the disk is full or refuses to write.
-        """
+        """Replace what the client trained in any round; None: delete it."""
         ...
 
 

@@ -182,9 +182,6 @@ class StateFolder:
 
         Returns:
             The same states, which are read on access.
-
-        Raises:
-            FedspanError: If the disk is full or refuses to write.
         """
         rounds, changes = self._split_changes(states)
         written = {client: state for client, state in changes.items() if not state.is_empty}
@@ -198,7 +195,6 @@ class StateFolder:
         """Delete the versions that are not needed, and folders of rounds that become empty.
 
         Args:
-            needed: Versions that stay.
             among: Versions that may also exist; None: everything in the folder.
         """
         retained = {self.get_path(*version) for version in needed}

@@ -54,11 +54,7 @@ class ClientStore(FirstExchangeStore, Protocol):
         ...
 
     def store(self, client: str, round: int, state: ClientState, needed: frozenset[int]) -> None:
-        """Store a version; all others except those of the needed rounds may be deleted.
-
-        Raises:
-            FedspanError: If the disk is full or refuses to write.
-        """
+        """Store a version; all others except those of the needed rounds may be deleted."""
         ...
 
 
@@ -87,14 +83,12 @@ class OverlayClientStore:
         self.stored[client] = ClientState(state.memory, state.moments)
 
     def load_trained(self, client: str, round: int) -> FirstExchange:
-        """``ClientStore.load_trained``."""
         trained_round, first = self.trained.get(client, (None, None))
         if first is None or trained_round != round:
             raise LostStateError(client, round, "it did not train in this round")
         return first
 
     def store_trained(self, client: str, round: int, first: FirstExchange | None) -> None:
-        """``ClientStore.store_trained``."""
         self.trained.pop(client, None)
         if first is not None:
             self.trained[client] = round, first
@@ -114,7 +108,6 @@ class DiskClientStore:
         self.folder = folder
 
     def load(self, client: str, round: int) -> ClientState:
-        """``ClientStore.load``."""
         try:
             return self._get_folder(client).load(client, round)
         except DamagedFileError as error:
@@ -128,7 +121,6 @@ class DiskClientStore:
             folder.discard({(client, retained) for retained in (round, *needed)})
 
     def load_trained(self, client: str, round: int) -> FirstExchange:
-        """``ClientStore.load_trained``."""
         path = self._get_trained_path(client)
         try:
             return TRAINED.load(path, client, round)

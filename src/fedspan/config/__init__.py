@@ -3,7 +3,6 @@
 Every mistake raises a ``FedspanError`` that names the field, the value and what would be right.
 """
 
-from fedspan.config.evaluation import EvaluationConfig
 from fedspan.config.federation import FederationConfig
 from fedspan.config.method import MethodConfig, WrapperConfig
 from fedspan.config.model import ModelConfig
@@ -18,7 +17,7 @@ from fedspan.config.reading import (
     to_plain_values,
 )
 from fedspan.config.run import RunConfig
-from fedspan.config.training import TrainingConfig
+from fedspan.config.sections import EvaluationConfig
 
 __all__ = [
     "ConfigLike",
@@ -27,7 +26,6 @@ __all__ = [
     "MethodConfig",
     "ModelConfig",
     "RunConfig",
-    "TrainingConfig",
     "WrapperConfig",
     "load_config",
     "load_yaml",

@@ -83,11 +83,7 @@ def infer_data(rows: Source, location: str, task: str | None, options: Mapping[s
 
     Args:
         location: The file, folder or data set, as in ``data.train``.
-        task: The learning task; None: inferred.
         options: Columns requested by the user, by option (text, label, answer, by); None: inferred.
-
-    Raises:
-        FedspanError: If a requested column does not exist, or a required one cannot be inferred.
     """
     dataset = rows.dataset
     for option, column in options.items():

@@ -18,11 +18,7 @@ from fedspan.methods.registry import get_method_class
 
 
 def require_combination(config: RunSections) -> None:
-    """Check that the options of a run fit together.
-
-    Raises:
-        FedspanError: If two of them do not, or one does not fit the task or the method.
-    """
+    """Check that the options of a run fit together."""
     method = config.wrap_method(config.method.build(Spec(()), config.seed))
     if config.federation.reduction != "mean" and method.declare_claims().reduction != "sum":
         problem = (

@@ -203,11 +203,7 @@ class FederationConfig(Section):
                 raise FedspanError(f"federation.{name}", value, f"{text} for federation.buffered", problem=problem)
 
     def require_simulated(self, *, has_speeds: bool) -> None:
-        """Check that a run on this machine sets nothing that selects nodes, and that its asynchronous rounds are timed.
-
-        Raises:
-            FedspanError: If it selects nodes, or neither speeds nor a record time asynchronous rounds.
-        """
+        """Check that a run on this machine selects no nodes, and that its asynchronous rounds are timed."""
         if self.buffered is not None and self.buffered.replay is None and not has_speeds:
             problem = "its rounds depend on how fast the clients are. Set simulation.speed, or replay"
             raise FedspanError("federation.buffered", self.buffered, problem=problem)
@@ -219,11 +215,7 @@ class FederationConfig(Section):
                 raise FedspanError(f"federation.{name}", value, problem=problem)
 
     def require_late_fit(self, mechanism: str | None, wrappers: Collection[str]) -> None:
-        """Check that the rest of the run does not count on fixed clients, if nodes may join late.
-
-        Args:
-            mechanism: Mechanism of the run's privacy; None: it has none.
-        """
+        """Check that the rest of the run does not count on fixed clients, if nodes may join late."""
         if not self.late_joiners:
             return
         reasons = {
@@ -260,9 +252,6 @@ class FederationConfig(Section):
 
         Args:
             clip: Norm to which contributions to a secure sum are clipped; None: that of the config.
-
-        Raises:
-            FedspanError: If it is secure aggregation, and its libraries are not installed.
         """
         if self.secure is None:
             return PlaintextAggregation

@@ -65,11 +65,7 @@ class MethodConfig(BaseModel):
         return "+".join([self.name, *(wrapper.name for wrapper in self.wrappers)])
 
     def build(self, spec: Spec, seed: int) -> RegisteredMethod:
-        """Build the method without wrappers.
-
-        Raises:
-            FedspanError: If an option is unknown, or its value is invalid.
-        """
+        """Build the method without wrappers."""
         options = validate_method_options(self.name, self.options)
         return get_method_class(self.name)(spec=spec, seed=seed, **options)
 
@@ -84,12 +80,7 @@ class MethodConfig(BaseModel):
         """Wrap a method and the extras in the run's wrappers.
 
         Args:
-            method: The method that ``build`` returned.
-            policy: Policy of the extras; None: the method's own.
             max_grad_norm: Clipping norm of local training (0: none).
-
-        Raises:
-            FedspanError: If a wrapper or an option is unknown, or the combination is invalid.
         """
         options = [
             (wrapper.name, validate_wrapper_options(position, wrapper.name, wrapper.options))
@@ -104,11 +95,7 @@ _HIDDEN = frozenset({"inner", "seed", "spec"})
 
 
 def validate_method_options(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Validate a method's options against the fields of its class and their types.
-
-    Raises:
-        FedspanError: If the method or an option is unknown, or a value has the wrong type or range.
-    """
+    """Validate a method's options against the fields of its class and their types."""
     if name in WRAPPERS:
         problem = f"{name!r} is a wrapper. Put it around a method: method: {{name: fedit, wrappers: [{name}]}}"
         raise FedspanError("method.name", name, problem=problem)
@@ -116,11 +103,7 @@ def validate_method_options(name: str, values: Mapping[str, Any]) -> dict[str, A
 
 
 def validate_wrapper_options(position: int, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Validate the options of a wrapper, given by its position in ``method.wrappers``.
-
-    Raises:
-        FedspanError: If the wrapper or an option is unknown, or a value has the wrong type or range.
-    """
+    """Validate the options of a wrapper, given by its position in ``method.wrappers``."""
     field = f"method.wrappers.{position}"
     return _validate_options(get_wrapper_class(name, field), name, values, field)
 

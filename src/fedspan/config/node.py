@@ -26,11 +26,6 @@ def _require_brackets(address: str) -> str:
     return address
 
 
-def _read_off(value: object) -> object:
-    """Return the word for what YAML reads as false."""
-    return "off" if value is False else value
-
-
 class NodeLimits(Section):
     """What a server may ask of this node."""
 
@@ -111,7 +106,9 @@ class NodeLimits(Section):
     """Number of nodes that may collude with the server, such as that of an owner who runs the server: a masked sum of n
     nodes that t nodes can open is refused unless 2 t > n + colluders and at least two others remain. Three nodes
     withstand one, and all three must stay. All owners must state the same."""
-    head_statistics: Annotated[Literal["off", "exact"], BeforeValidator(_read_off)] = "off"
+    head_statistics: Annotated[
+        Literal["off", "exact"], BeforeValidator(lambda value: "off" if value is False else value)
+    ] = "off"
     """exact: send, once per data set and server, the statistics that initialize a run's head (model.head_init): sums of
     the features of this node's examples by label, their second moments, and the number of examples per label. From
     them, a server that chooses the model and max_length can compute texts with their labels. off: the head starts

@@ -27,7 +27,6 @@ class _Loader(yaml.SafeLoader):
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """``yaml.composer.Composer.compose_node``."""
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError(f"it has an alias (*{self.peek_event().anchor}). Write the value in each place")
         self._depth += 1
@@ -52,11 +51,7 @@ def load_yaml(text: str | bytes) -> Any:
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
-    """Parse a config from plain values.
-
-    Raises:
-        FedspanError: If the values are invalid, for the first mistake.
-    """
+    """Parse a config from plain values."""
     with convert_validation_errors(root=RunConfig):
         return RunConfig.model_validate(values)
 
@@ -78,11 +73,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
-    """Read the plain values in a config's YAML file, without validation.
-
-    Raises:
-        FedspanError: If the file is missing, unreadable or no YAML mapping.
-    """
+    """Read the plain values in a config's YAML file, without validation."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -106,11 +97,7 @@ def _suggest_configs(path: Path) -> str:
 
 
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
-    """Parse the plain values in the text of a config, without validation.
-
-    Raises:
-        FedspanError: If the text is not YAML, or not a mapping.
-    """
+    """Parse the plain values in the text of a config, without validation."""
     try:
         values = load_yaml(text)
     except ValueError as error:
@@ -126,11 +113,7 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
 
 
 def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Apply ``a.b=c`` overrides to a copy of ``values``, in order; ``c`` is YAML (``[1, 2]``, ``true``, ``null``).
-
-    Raises:
-        FedspanError: If an override lacks ``=``, or its path leads into a value that is not a section.
-    """
+    """Apply ``a.b=c`` overrides to a copy of ``values``, in order; ``c`` is YAML (``[1, 2]``, ``true``, ``null``)."""
     try:
         changed: dict[str, Any] = _copy_section(values)
     except RecursionError:
@@ -155,11 +138,7 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
 
 
 def to_plain_values(config: ConfigLike, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return a config's values with overrides, not validated: they may hold options that only some methods have.
-
-    Raises:
-        FedspanError: If the file cannot be read or an override is malformed.
-    """
+    """Return a config's values with overrides, not validated: they may hold options that only some methods have."""
     if isinstance(config, RunConfig):
         config = config.model_dump(mode="json")
     return override(config if isinstance(config, Mapping) else read_values(config), overrides)

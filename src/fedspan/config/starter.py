@@ -79,10 +79,6 @@ def write_starter_config(
         clients: Number of clients if the rows are partitioned at random; None: 10, or fewer if the examples are few.
         model: Hub id or folder of the model; None: a small one for the task.
         options: Further fields of the section ``data``: ``{"delimiter": ";"}``.
-
-    Raises:
-        FedspanError: If the data can't be read, columns are missing or can't be inferred, the examples can't be
-            partitioned as requested, or the config's file exists.
     """
     path = Path(out)
     if path.exists() and not force:
@@ -98,7 +94,7 @@ def write_starter_config(
     try:
         inferred = infer_data(rows, str(data), task, columns)
     except FedspanError as error:
-        note = _describe_detected(rows)
+        note = f"Detected in {rows.name}: {'; '.join(rows.notes)}. {_SET_NOTE}" if rows.notes else ""
         if len(rows.dataset.column_names) == 1:
             note = f"{rows.name} has a single column: --set data.delimiter names another separator of columns. {note}"
         raise error.relocate(note=note) from error
@@ -193,10 +189,6 @@ def _is_header_refused(section: Mapping[str, Any]) -> bool:
     except FedspanError as error:  # another error is reported when all examples are read
         return error.field == "data.header"
     return False
-
-
-def _describe_detected(rows: Source) -> str:
-    return f"Detected in {rows.name}: {'; '.join(rows.notes)}. {_SET_NOTE}" if rows.notes else ""
 
 
 def _describe_blanks(rows: Source, column: str | None) -> str:

@@ -67,7 +67,6 @@ def render_config(
     """Render the text of a starter config.
 
     Args:
-        section: Fields of the section ``data``.
         clients: Number of clients, if no column assigns the rows to clients.
         targets: Target layers as YAML; None: PEFT's default.
         shares: Shares of each client's examples for validation and for its own test.

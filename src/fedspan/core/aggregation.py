@@ -67,7 +67,6 @@ def compute_residual(layer: str, reduced: Reduced, mean_B: Tensor, scaling: floa
     With ``sum_i p_i (B_i - B) = 0`` it is ``s sum_{i<K} p_i (B_i - B)(A_i - A_K)``: factors without an SVD.
 
     Args:
-        layer: Name of the layer.
         reduced: K replies of one rank and scaling s.
         mean_B: Mean B, (O, R).
         scaling: Scaling s.

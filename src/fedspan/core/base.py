@@ -30,9 +30,6 @@ class Total(Mapping[str, Delta]):
 
     Pairs are stored as they were added, without a copy (a server also holds the recent ones as increments), and joined
     when a layer is requested.
-
-    Args:
-        deltas: Initial sum by layer; None: empty.
     """
 
     def __init__(self, deltas: Mapping[str, Delta] | None = None) -> None:

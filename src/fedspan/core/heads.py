@@ -153,7 +153,6 @@ def summarize_features(features: Tensor, answers: Tensor, outputs: int, kind: He
     Args:
         features: Features, (examples, D).
         answers: Labels, or numbers of a regression, (examples,); by label, 1 where an example has it, (examples, C).
-        outputs: Number of outputs C.
         kind: Kind of start, which determines the statistics.
     """
     f, count = features.double(), len(features)
@@ -175,9 +174,6 @@ def solve_head(kind: HeadKind, statistics: HeadStatistics, examples: float, *, b
     """Compute an output layer.
 
     Args:
-        kind: Kind of start.
-        statistics: Pooled statistics.
-        examples: Number of examples in them.
         bias: Whether the layer has a bias; without one, the weights' part along the mean of all features is adjusted so
             that the outputs at that mean are the same.
     """
@@ -203,7 +199,6 @@ def fit_cosine_discriminant(
 
     Args:
         statistics: Pooled statistics; with products if the shrinkage is not 1.
-        examples: Number of examples in them.
         shrinkage: Shrinkage a of the covariance; None: ``compute_oas_shrinkage``.
     """
     present, means = _compute_class_means(statistics)
@@ -254,8 +249,6 @@ def fit_least_squares(statistics: HeadStatistics, examples: float, shrinkage: fl
     """Compute the head that minimizes the squared error, with its ridge relative to the features' variance.
 
     Args:
-        statistics: Pooled statistics with products and targets.
-        examples: Number of examples in them.
         shrinkage: Shrinkage a of the covariance; None: ``compute_oas_shrinkage``.
     """
     assert statistics.products is not None

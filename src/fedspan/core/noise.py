@@ -29,7 +29,6 @@ def draw_gaussian(key: bytes, shape: torch.Size, *label: int | str) -> Tensor:
 
     Args:
         key: Key of 32 bytes.
-        shape: Shape of the draws.
         label: Name of the draw; under one key, another label gives unrelated draws.
     """
     count = shape.numel()
@@ -43,8 +42,6 @@ def draw_poisson_sample(key: bytes, rate: float, count: int, *label: int | str) 
 
     Args:
         key: Key of 32 bytes.
-        rate: Probability of every position.
-        count: Number of positions.
         label: Name of the draw; under one key, another label gives an unrelated sample.
 
     Returns:

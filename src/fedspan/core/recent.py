@@ -62,10 +62,8 @@ class MessageTensors:
         """Return the tensors of a key, which are computed if they are not stored.
 
         Args:
-            round: Number of the round.
             sources: The tensors from which they are computed. Results from other objects are not returned.
             key: Everything else on which the result depends.
-            compute: Computes them.
         """
         if round != self._round:
             self._round = round

@@ -85,7 +85,6 @@ def sum_rows(rows_SD: Tensor, numbers_S: Tensor, count: int) -> Tensor:
     Args:
         rows_SD: The rows, (S, D).
         numbers_S: Number of each row's sum, int64, from 0 to ``count`` - 1.
-        count: Number of sums.
 
     Returns:
         (count, D); zero where there is no row.
@@ -123,7 +122,6 @@ def create_example_generators(
     """Create the generator of each example's draw in a batch of training.
 
     Args:
-        purpose: What is drawn.
         indices: The batch's examples.
         keys: Key of each example: the seed of the run, followed by round, client, phase and batch.
     """

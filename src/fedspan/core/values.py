@@ -196,6 +196,7 @@ class Job:
         generation: Generation of the client's moments; an engine drops stored moments of another generation.
         refresh: Renewal of projectors during the job.
         want_gradient: Whether to also return the mean raw gradient over the steps.
+        want_moments: Whether to also return the moments at the end; an engine may omit them if no run stores them.
         phase: Name of the phase, part of the key of every random draw.
         extras: Whether the extras' parameters train in this phase (where their policy permits training at all). Norms
             among them are in training mode in any case: ``buffers`` decides that, not this field.
@@ -219,6 +220,7 @@ class Job:
     generation: int = 0
     refresh: Refresh | None = None
     want_gradient: bool = False
+    want_moments: bool = False
     phase: str = "train"
     extras: bool = True
     buffers: frozenset[str] = frozenset()
@@ -241,7 +243,7 @@ class Trained:
 
     Args:
         tensors: All of the job's tensors after training (frozen ones as they were; projectors as last refreshed).
-        optimizer_state: Moments at the end.
+        optimizer_state: Counts of steps at the end, and moments (``Job.want_moments``).
         steps: Number of optimizer steps taken.
         lr_sum: Sum of the learning rate over steps.
         gradient: Mean raw gradient over steps (before clipping, penalties and offsets); empty unless requested.

@@ -68,10 +68,8 @@ class SessionKeys:
     """The keys that follow from a session's secret.
 
     Args:
-        sealing: Private key for sealing shares.
         masking: Private key for pairwise masks; shared, so that a client's masks can be removed when it drops out.
         own: Seed of the client's own mask; shared, so that it can be removed if the client stays.
-        signing: Private key of signatures.
     """
 
     sealing: bytes
@@ -84,7 +82,6 @@ class SessionKeys:
         """Derive the keys of a secret.
 
         Args:
-            secret: Secret from ``draw_secret``.
             context: Identifier of the run and the session.
         """
         return cls(*(_derive(secret, purpose, context) for purpose in ("sealing", "masking", "own mask", "signing")))

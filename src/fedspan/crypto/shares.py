@@ -16,7 +16,6 @@ from Crypto.Protocol.SecretSharing import Shamir
 _HALF = 16
 _NUMBER = 2
 SHARE = _NUMBER + 2 * _HALF
-"""Bytes of a share."""
 
 _TOP = 1 << 128
 _POLYNOMIAL = _TOP | 0x87
@@ -29,7 +28,6 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
     Args:
         secret: Secret of 32 bytes.
         threshold: Number of shares that reveal it, at least 2.
-        count: Number of shares to create.
 
     Raises:
         ValueError: If the secret has another length, or the threshold is out of range.

@@ -24,7 +24,6 @@ _FILE_BYTES = 1 << 28
 _TOTAL_BYTES = 1 << 34
 """Maximum total size of all files, 16 GiB."""
 _FILES = 5_000_000
-"""Maximum number of entries."""
 _CHUNK = 1 << 20
 
 _Entry = tuple[str, IO[bytes]]

@@ -38,7 +38,6 @@ class Shares:
     """The assignment of rows to clients."""
 
     ids: tuple[str, ...]
-    """Ids of the clients."""
     rows: np.ndarray
     """Row indices by client, int64, (examples,); ascending within a client, every row of the data set once."""
     bounds: np.ndarray

@@ -35,11 +35,7 @@ def find_corpus_file(user_path: str, split: str, field: str) -> Traversable:
 
     Args:
         user_path: The corpus as the user wrote it, such as ``builtin:patient-messages``.
-        split: ``train`` or ``test``.
         field: The option that contains `user_path`; that of the split is ``<field>_split``.
-
-    Raises:
-        FedspanError: If there is no such corpus, or it has no such split.
     """
     name = user_path.removeprefix(PREFIX)
     if name not in CORPORA:

@@ -39,7 +39,6 @@ class Hub(_Record):
     config: str | None = None
     """Configuration of the repository."""
     train_split: str = "train"
-    """Split to train on."""
     test_split: str | None = "test"
     """Split to test on; None if a part of the training split has to be set aside."""
 
@@ -76,7 +75,6 @@ class DatasetEntry(_Record):
     summary: str
     """Content, in one line."""
     task: str
-    """Task that it is for."""
     metric: str
     """Usual metric; ``exact_match`` needs ``evaluation.generate``."""
     hub: Hub | None = None
@@ -98,11 +96,9 @@ class DatasetEntry(_Record):
     invalid: Literal["error", "skip"] = "error"
     """``skip`` if rows without a text or an answer occur, which are left out."""
     rows: Rows
-    """Numbers of rows."""
     license: str
     """License as its publisher states it."""
     note: str | None = None
-    """Further notes."""
     source: str
     """Address of its description."""
 
@@ -134,11 +130,7 @@ def list_datasets() -> tuple[DatasetEntry, ...]:
 
 
 def get_dataset_entry(key: str, field: str) -> DatasetEntry:
-    """Return the entry of a data set.
-
-    Raises:
-        FedspanError: If there is no such data set.
-    """
+    """Return the entry of a data set."""
     catalogue = _load_catalogue()
     if key not in catalogue:
         raise FedspanError(field, key, problem=f"no data set is named {key!r}. {suggest_nearest(key, catalogue)}")

@@ -118,9 +118,6 @@ def validate_columns(source: Source, config: DataConfig, task: TaskColumns, fiel
 
     Args:
         part: The option that names the source, ``train`` or ``test``.
-
-    Raises:
-        FedspanError: If a column is missing or of the wrong type, or a row has no value.
     """
     import datasets
     from datasets.features.features import generate_from_arrow_type
@@ -195,9 +192,6 @@ class ColumnReader:
         Args:
             is_valid: Whether those of each row do.
             lack: What a row has otherwise, as a phrase: "no two different answers".
-
-        Raises:
-            FedspanError: If those of a row do not.
         """
         row = next((row for row, valid in enumerate(is_valid) if not valid), None)
         if row is not None:

@@ -32,9 +32,6 @@ def has_sentences(path: Path) -> bool:
 
     Some tag is that of an entity, unless the file goes on. A file without a blank line is one sentence, if no word has
     a space in it.
-
-    Args:
-        path: The file; ``.gz`` is unpacked.
     """
     content, is_complete = read_beginning(path, _SAMPLE)
     rows = _list_rows(_split_lines(content.decode(errors="replace"), is_complete=is_complete))
@@ -56,8 +53,6 @@ def read_sentences(path: Path, encoding: str | None, limit: int | None = None) -
     (``-DOCSTART-``), comments (``# ``) and a first line that names the columns (``word tag``) are left out.
 
     Args:
-        path: The file; ``.gz`` is unpacked.
-        encoding: The file's encoding; None: detected.
         limit: Number of bytes of the beginning that are read; None: the whole file.
 
     Raises:

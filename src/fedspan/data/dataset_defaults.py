@@ -19,10 +19,6 @@ def fill_data_defaults(config: DataConfig, field: str = "data") -> DataConfig:
     """Complete the settings with the catalogue's values for ``config.dataset``; the user's settings take precedence.
 
     The column names of a local file are read, to distinguish the original files from copies of the hub's.
-
-    Raises:
-        FedspanError: If a data set is not on the hub and has no `train`, or if the completed settings contradict each
-            other.
     """
     if config.dataset is None:
         return config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,7 +20,6 @@ def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None 
     """Read a delimited file; every value is text.
 
     Args:
-        path: The file; ``.gz`` is unpacked.
         kind: The suffix without a dot, ``csv``, ``tsv`` or ``txt``.
         limit: Number of bytes of the beginning that are read; None: the whole file.
 
@@ -36,10 +34,13 @@ def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None 
     table, invalid_lines = _parse(content, dialect, skip_invalid=config.invalid == "skip" or not is_complete)
     if invalid_lines and not len(table):  # no row matches the header: the error of the first one describes the problem
         _parse(content, dialect, skip_invalid=False)
-    table = table.rename_columns(_fill_names(table.column_names))
+    names = [name.strip() or f"column_{number}" for number, name in enumerate(table.column_names, start=1)]
+    table = table.rename_columns(names)
     notes = _describe_format(encoding, kind, dialect, config)
     # A sample that ends inside a quoted text ends in one malformed row, which is not an error in the file.
-    positions = None if not invalid_lines or not is_complete else _list_valid_rows(len(table), invalid_lines)
+    positions, left_out = None, set(invalid_lines)
+    if left_out and is_complete:
+        positions = [position for position in range(len(table) + len(left_out)) if position not in left_out]
     skipped = len(invalid_lines) if is_complete else 0
     return ReadTable(table, dialect.header + len(dialect.titles), tuple(notes), positions, skipped, is_complete)
 
@@ -103,16 +104,6 @@ def _parse(content: bytes, dialect: Dialect, *, skip_invalid: bool) -> tuple[pa.
     # Everything as text: a type guessed from the content would turn the label 01 into 1 and the text NA into a null.
     convert = pyarrow.csv.ConvertOptions(column_types={name: pa.string() for name in names})
     return pyarrow.csv.read_csv(pa.BufferReader(buffer), read_options, parse, convert), invalid_lines
-
-
-def _fill_names(names: Sequence[str]) -> list[str]:
-    """Strip the names; name columns without a name by their position."""
-    return [name.strip() or f"column_{number}" for number, name in enumerate(names, start=1)]
-
-
-def _list_valid_rows(rows: int, invalid_lines: Sequence[int]) -> list[int]:
-    left_out = set(invalid_lines)
-    return [position for position in range(rows + len(invalid_lines)) if position not in left_out]
 
 
 def _describe_format(encoding: str, kind: str, dialect: Dialect, config: DataConfig) -> list[str]:

@@ -19,7 +19,6 @@ Quoting = Literal["double", "single", "none"]
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "pipes"}
 _CHARACTERS: dict[Quoting, str] = {"double": '"', "single": "'"}
 _ROWS = 1000
-"""Number of rows that are inspected."""
 _LONGEST = 65536
 """Maximum length of a row in characters; beyond it the sample ends, because a quote is not closed."""
 _EXCEL_LINE = re.compile(r"sep=(.)\r?\n")
@@ -36,7 +35,6 @@ class Dialect:
     header: bool
     """Whether the first row names the columns."""
     names: tuple[str, ...]
-    """Names of the columns."""
     skip: int = 0
     """Number of bytes in UTF-8 before the first row (Excel's line ``sep=;``, title rows)."""
     titles: tuple[str, ...] = ()
@@ -63,8 +61,6 @@ def detect_dialect(
     Args:
         sample: The beginning of the file, cut at a line's end.
         tabs: Whether the file's suffix implies tabs without quoting (``.tsv``) rather than commas.
-        delimiter: The delimiter; None: detected.
-        quoting: The quoting; None: detected.
         header: Whether the first row names the columns; None: detected.
         names: Names of the columns of a file without a header; None: names by position.
         requested: Names of columns that the user requested; a first row with one of them is a header.
@@ -171,7 +167,6 @@ def count_title_rows(rows: Sequence[Sequence[str]], requested: Collection[str] =
     """Count the rows above the header that hold a title in their first cell and nothing else; 0 if there is no header.
 
     Args:
-        rows: The first rows.
         requested: Names of columns that the user requested; a row with one of them is no title.
     """
     count = 0
@@ -210,7 +205,8 @@ def has_header(rows: Sequence[Sequence[str]], requested: Collection[str] = ()) -
     if list(first) == [str(number) for number in range(len(first))]:  # the names that pandas assigns to unnamed columns
         return True
     evidence = _weigh_names(first, body)
-    return evidence > 0 or (evidence == 0 and not any(map(_is_sentence, first)))
+    has_sentence = any(len(text) > 25 and len(text.split()) >= 5 for text in first)
+    return evidence > 0 or (evidence == 0 and not has_sentence)
 
 
 def _weigh_names(first: Sequence[str], body: Sequence[Sequence[str]]) -> int:
@@ -266,7 +262,3 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_sentence(text: str) -> bool:
-    return len(text) > 25 and len(text.split()) >= 5

@@ -31,7 +31,6 @@ _INPUTS = ("text", "text_pair", "history")
 _FEW = 10
 """Mean number of equal examples from which a column hardly holds the examples' contents."""
 _CHUNK = 1 << 16
-"""Examples whose texts are in memory at a time."""
 
 
 def encode_contents(*parts: datasets.Dataset) -> list[np.ndarray]:

@@ -124,10 +124,6 @@ def decode(content: bytes, encoding: str | None = None, *, is_complete: bool = T
 def decode_all(contents: Mapping[str, bytes], encoding: str | None = None) -> list[tuple[str, str]]:
     """Decode related files; all files that are not Unicode have the same encoding.
 
-    Args:
-        contents: The files' bytes by name.
-        encoding: The encoding; None: detected.
-
     Raises:
         ValueError: As `decode`; the message begins with the name of the file.
     """

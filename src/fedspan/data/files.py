@@ -57,9 +57,6 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str, 
 
     Args:
         limit: Number of bytes that are read at the beginning of each file; None: all.
-
-    Raises:
-        FedspanError: If the source is missing, unreadable, malformed or has no example, or the hub cannot be reached.
     """
     option = f"{field}.{part}"
     location = config.train if part == "train" or config.test is None else config.test

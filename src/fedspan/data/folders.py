@@ -85,9 +85,6 @@ def make_text_table(
 ) -> ReadTable:
     """Return text files as a table with the columns ``text``, ``label``, ``file`` and, if there are any, ``domain``.
 
-    Args:
-        encoding: Encoding of the files; None: detected for each.
-
     Raises:
         ValueError: If the files are laid out differently, or one cannot be decoded.
     """

@@ -35,7 +35,6 @@ IMAGES = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 _IDX = re.compile(r"(.*)images([.-]idx3-ubyte(\.gz)?)")
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-"""Suffixes of image files."""
 _IDX_BYTES = 1 << 31
 """Maximum number of pixels or labels that an idx file may declare: 2 GiB, four times EMNIST."""
 MAX_PIXELS = 50_000_000
@@ -155,9 +154,6 @@ def read_images(path: Path, user_path: str, option: str) -> datasets.Dataset:
             class, or with one per domain that contains those; a folder with a metadata file of ``imagefolder``
             (``metadata.csv``, ``.jsonl`` or ``.parquet``) with the column ``file_name`` and all others; a folder of
             CIFAR-10's binary batches, or one binary batch of CIFAR-10 or CIFAR-100.
-
-    Raises:
-        FedspanError: If files are missing, damaged or laid out differently.
     """
     try:
         if _IDX.fullmatch(path.name):

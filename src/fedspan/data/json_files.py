@@ -19,9 +19,6 @@ def read_json(path: Path, kind: str, encoding: str | None, limit: int | None = N
     A ``.json`` file with one object a line is read as such.
 
     Args:
-        path: The file; ``.gz`` is unpacked.
-        kind: ``json`` or ``jsonl``.
-        encoding: The file's encoding; None: detected.
         limit: Number of bytes of the beginning that are read; None: the whole file.
 
     Raises:

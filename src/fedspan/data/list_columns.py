@@ -19,9 +19,6 @@ def unwrap_lists(source: Source, config: DataConfig, task: TaskColumns, field: s
 
     A list of texts (tokens, sentences) is joined with spaces. A list of one label is that label; another number of
     labels is none where invalid rows are skipped.
-
-    Raises:
-        FedspanError: If a row has several labels or none.
     """
     import datasets
 

@@ -60,7 +60,6 @@ class LoadedData:
 
 
 _SHOWN = 6
-"""Number of labels that a note lists."""
 _IGNORED = mark_source_column("ignored")
 """Column of the examples while they are loaded: whether the label is unknown."""
 

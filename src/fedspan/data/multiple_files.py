@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def read_multiple(user_path: str, option: str, read: Callable[[Path], Source]) -> Source:
-    """Read all files that match a path with places, concatenated, with a column for each place.
-
-    Raises:
-        FedspanError: If there are no files, one cannot be read, or they do not go together.
-    """
+    """Read all files that match a path with places, concatenated, with a column for each place."""
     matches = match_paths(user_path, option)
     if not matches:
         problem = f"no file matches {user_path!r}, where each pair of braces stands for a part of a name"

@@ -121,11 +121,7 @@ def read_names(dataset: Dataset, column: str) -> list[str | None]:
 
 
 def read_required_names(dataset: Dataset, column: str, option: str, advice: str = "") -> list[str]:
-    """Return each row's value as text, of a column of the source that has a value in every row.
-
-    Raises:
-        FedspanError: If there is no such column, or a row has no value in it.
-    """
+    """Return each row's value as text, of a column of the source that has a value in every row."""
     source_column = find_source_column(dataset, column)
     if source_column is None:
         raise FedspanError(option, column, problem=describe_missing_column(column, list_source_columns(dataset)))

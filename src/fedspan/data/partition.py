@@ -22,10 +22,10 @@ from fedspan.errors import FedspanError
 if TYPE_CHECKING:
     import datasets
 
-_FORMAT = "fedspan-partition-1"
-"""Header of a fingerprint's text; the first file format: one object per client."""
-_FLAT = "fedspan-partition-2"
-"""The second file format: the arrays of ``ClientParts``."""
+_HEADER = "fedspan-partition-1"
+"""Header of a fingerprint's text."""
+_FORMAT = "fedspan-partition-2"
+"""The file format: the arrays of ``ClientParts``."""
 _LONGEST_ID = 256
 """Longest id of a client, as headers have it (``federation.protocol.Name``)."""
 _SPLITS = ("train", "validation", "test")
@@ -131,7 +131,7 @@ class Partition:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the clients' ids and indices: equal for the same partition, on every machine."""
-        digest = hashlib.sha256(f"{_FORMAT} {self.examples}".encode())
+        digest = hashlib.sha256(f"{_HEADER} {self.examples}".encode())
         parts = self.parts
         rows, sizes = memoryview(parts.rows.astype("<i8").tobytes()), parts.sizes.tolist()
         ends = (8 * parts.bounds[:: len(_SPLITS)]).tolist()
@@ -145,10 +145,6 @@ class Partition:
 
         Args:
             labels: Names of the labels, as in `LoadedData`; empty for examples without classes.
-            dataset: The partitioned data set.
-
-        Raises:
-            FedspanError: If `dataset` has another number of rows, so it is not the partitioned one.
         """
         if len(dataset) != self.examples:
             expected = f"the {self.examples} examples that were partitioned; this data set has {len(dataset)}"
@@ -167,7 +163,7 @@ class Partition:
     def to_json(self) -> str:
         """Return the partition as JSON text, for a run's folder; `from_json` reads it back."""
         content = {
-            "format": _FLAT,
+            "format": _FORMAT,
             "fingerprint": self.fingerprint,
             "examples": self.examples,
             "clients": self.parts.ids,
@@ -178,7 +174,7 @@ class Partition:
 
     @classmethod
     def from_json(cls, text: str, field: str = "partition") -> Partition:
-        """Read the partition that `to_json` wrote, in this version of fedspan or an earlier one.
+        """Read the partition that `to_json` wrote.
 
         Raises:
             FedspanError: If it is no such text, or one that was changed: its fingerprint does not match.
@@ -186,28 +182,15 @@ class Partition:
         try:
             content = json.loads(text)
             recorded = (content["format"], content["fingerprint"])
-            loaded = cls(
-                _flatten(content) if recorded[0] == _FLAT else _group_by_client(content), int(content["examples"])
-            )
+            sizes = np.array([content[split] for split in _SPLITS], np.int64).reshape(len(_SPLITS), -1)
+            loaded = cls(ClientParts(content["clients"], sizes.T, content["rows"]), int(content["examples"]))
             actual = loaded.fingerprint
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            raise FedspanError(field, text[:60], f"a partition as fedspan writes it ({_FLAT})") from error
-        if recorded not in ((_FLAT, actual), (_FORMAT, actual)):
-            expected = f"a {_FLAT} whose fingerprint is that of its clients, {actual[:12]}; this file was changed"
+            raise FedspanError(field, text[:60], f"a partition as fedspan writes it ({_FORMAT})") from error
+        if recorded != (_FORMAT, actual):
+            expected = f"a {_FORMAT} whose fingerprint is that of its clients, {actual[:12]}; this file was changed"
             raise FedspanError(field, recorded, expected)
         return loaded
-
-
-def _flatten(content: dict[str, Any]) -> ClientParts:
-    sizes = np.array([content[split] for split in _SPLITS], np.int64).reshape(len(_SPLITS), -1)
-    return ClientParts(content["clients"], sizes.T, content["rows"])
-
-
-def _group_by_client(content: dict[str, Any]) -> ClientParts:
-    clients = content["clients"]
-    parts = [np.array(client[split], np.int64) for client in clients for split in _SPLITS]
-    rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
-    return ClientParts([client["id"] for client in clients], np.array([len(part) for part in parts]), rows)
 
 
 def partition(
@@ -227,10 +210,6 @@ def partition(
         field: The user's name of `config`; the fields of all errors begin with it.
         groups: Number of each example's group, int64, (examples,), whose examples stay in one part of one client; None:
             no groups.
-
-    Raises:
-        FedspanError: If the data cannot be partitioned as requested; the error names the client and the option to
-            change.
     """
     shares = assign(dataset, config, seed, field, groups)
     if long := next((id for id in shares.ids if len(id) > _LONGEST_ID), None):

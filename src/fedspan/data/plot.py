@@ -38,11 +38,7 @@ def plot_partition(partition: Partition, labels: Sequence[str], dataset: dataset
     Up to twelve labels are drawn as stacked bars, more as a heat map annotated with the counts.
 
     Args:
-        partition: A partition of `dataset`.
         path: Path of the PNG; its folder must exist.
-
-    Raises:
-        FedspanError: If `dataset` is not the partitioned one.
     """
     rows = partition.label_table(labels, dataset)
     counts_CL = np.array([row.counts or (row.train + row.validation + row.test,) for row in rows])  # (clients, labels)

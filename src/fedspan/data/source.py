@@ -59,7 +59,6 @@ class ReadTable:
     """A file as it was read."""
 
     table: pa.Table
-    """Columns of the file."""
     header: int = 0
     """Number of rows above the first example: the column names and titles."""
     notes: tuple[str, ...] = ()
@@ -67,7 +66,6 @@ class ReadTable:
     positions: Sequence[int] | None = None
     """Positions of the rows in the file if malformed ones were skipped; None: all rows are there."""
     skipped: int = 0
-    """Number of malformed rows."""
     is_complete: bool = True
     """Whether all of the file was read, and not only its beginning."""
 

@@ -64,9 +64,6 @@ def parse_template(prompt: str, field: str) -> Template:
 
     Args:
         prompt: A name (``alpaca``), or a text with columns in braces (``{question}``); ``{{`` is a brace.
-
-    Raises:
-        FedspanError: If there is no such name, no column in the text, or braces do not match.
     """
     if prompt in TEMPLATES:
         return Template(TEMPLATES[prompt])

@@ -102,7 +102,6 @@ class JobRequest:
         job: SHA-256 of the run's name, config and offered base model.
         requested_at: Time of the request, UTC.
         decision: The operator's decision; None: none yet.
-        reason: The reason, if the operator gave one.
         base_sha256: Digest of the offer of a base model, over the names, sizes and SHA-256 of its files; empty: the
             server offers none.
         base_bytes: Size of the offered files, in bytes.
@@ -221,10 +220,6 @@ class Approvals:
 
         Args:
             job: The beginning of the job's name, long enough to mean one job.
-            reason: The reason, which the server reads.
-
-        Raises:
-            FedspanError: If it means no job, or several.
         """
         matches = [request for request in self.list_requests() if job and request.job.startswith(job)]
         if len(matches) != 1:

@@ -129,9 +129,6 @@ def require_weights_of_config(folder: Path) -> None:
     """Check that a model as its config describes it is not much larger than its weights, before memory is allocated.
 
     Weights of 4 bits, the smallest, are two in a byte. The model is built without memory for its weights.
-
-    Raises:
-        FedspanError: If it is larger, or cannot be built.
     """
     from fedspan.models.empty import load_empty  # imports torch
 

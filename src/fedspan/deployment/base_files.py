@@ -78,17 +78,12 @@ def refuses_offer(node: NodeConfig, name: str, revision: str | None, files: Sequ
 
     Args:
         name: ``model.name`` of the run, or the folder that the node's file names for it.
-        revision: ``model.revision`` of the run.
     """
     return bool(files) and not node.limits.accept_base and find_local_base(name, revision) is None
 
 
 def require_base(node: NodeConfig, name: str, revision: str | None, files: Sequence[BaseFile]) -> None:
     """Check that a run's base model is on this node, or ask for it if the server offers it and the node accepts it.
-
-    Args:
-        name: ``model.name`` of the run.
-        revision: ``model.revision`` of the run.
 
     Raises:
         BaseMissingError: If the files are being received.

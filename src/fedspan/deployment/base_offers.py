@@ -50,11 +50,10 @@ _NAMES = {
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_NAME = re.compile(r"(?!adapter)[A-Za-z0-9][A-Za-z0-9._-]{0,119}\.safetensors")
 MOST_FILES = 256
-"""Maximum number of files of a base model."""
 
 
 def _require_accepted(name: str) -> str:
-    if not _is_accepted(name):
+    if name not in _NAMES and _WEIGHTS_NAME.fullmatch(name) is None:
         raise ValueError("a file of weights in safetensors, of a config or of a tokenizer")
     return name
 
@@ -81,12 +80,7 @@ def compute_offer_digest(files: Sequence[BaseFile]) -> str:
 
 
 def find_local_base(name: str, revision: str | None) -> Path | None:
-    """Return the folder of a model on this machine: a folder, or a snapshot in the hub's cache; None: there is none.
-
-    Args:
-        name: ``model.name``.
-        revision: ``model.revision``.
-    """
+    """Return the folder of a model on this machine: a folder, or a snapshot in the hub's cache; None: there is none."""
     if os.path.isdir(os.path.expanduser(name)):
         return Path(name).expanduser()
     from huggingface_hub import try_to_load_from_cache
@@ -103,9 +97,6 @@ def list_base_files(folder: Path) -> list[BaseFile]:
     """Return the files of a model that a server can offer, with their hashes: no others that lie in its folder.
 
     The weights are ``model.safetensors``, or else the files that its index names.
-
-    Raises:
-        FedspanError: If the folder has no weights in safetensors, or nodes would not accept its files.
     """
     names = sorted(name for name in _NAMES if (folder / name).is_file())
     try:
@@ -126,19 +117,12 @@ def list_base_files(folder: Path) -> list[BaseFile]:
     return files
 
 
-def _is_accepted(name: str) -> bool:
-    return name in _NAMES or _WEIGHTS_NAME.fullmatch(name) is not None
-
-
 @contextmanager
 def offer_base(server: Path, folder: Path, files: Sequence[BaseFile]) -> Generator[None]:
     """Let the server's nodes fetch the files of a model for the duration of the context.
 
     Each run has a file of its own, with a lock beside it, so that several runs can offer one model. The offers of
     processes that were killed, whose locks are free, are deleted.
-
-    Args:
-        files: Files of the model, from ``list_base_files``.
     """
     path = server / OFFERS / f"{compute_offer_digest(files)}.{secrets.token_hex(8)}.json"
     paths = {file.sha256: str((folder / file.name).resolve()) for file in files}

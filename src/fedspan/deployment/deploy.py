@@ -63,14 +63,10 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
     Nothing is sent to the server, so the check does not tell whether the key was admitted.
 
     Args:
-        path: The node file.
         insecure: Whether the node runs without TLS and a key.
 
     Returns:
         What was checked, one line each.
-
-    Raises:
-        FedspanError: For the first thing that is missing or wrong.
     """
     from fedspan.transports.http.node import check_server
 
@@ -96,7 +92,7 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
 
 
 def _build_link(node: NodeConfig, *, insecure: bool) -> Link:
-    from fedspan.transports.http.client import Bandwidth, Link
+    from fedspan.transports.http.client import Link
     from fedspan.transports.http.keys import load_node_key
 
     key = None if insecure or node.key is None else load_node_key(Path(node.key))
@@ -105,7 +101,7 @@ def _build_link(node: NodeConfig, *, insecure: bool) -> Link:
         None if mbit is None else mbit * _MBIT_BYTES for mbit in (node.bandwidth.up_mbit, node.bandwidth.down_mbit)
     )
     tls_authority = None if node.tls_authority is None else Path(node.tls_authority)
-    return Link(node.server, authority, key, node.limits.message_bytes, Bandwidth(up, down), node.proxy, tls_authority)
+    return Link(node.server, authority, key, node.limits.message_bytes, up, down, node.proxy, tls_authority)
 
 
 def _check_examples(node: NodeConfig) -> list[str]:
@@ -240,17 +236,12 @@ def submit(
     Args:
         config: Config of a new run, a YAML file or plain values; ``partition.clients`` is the number of nodes.
         folder: Folder of the run; for a new run, empty or not yet created.
-        link: Connection data of the server.
         overrides: Changes to the config, each ``section.field=value``.
         resume: Whether to continue the run in the folder after its last finished round; a finished run returns its
             report.
         wait: Seconds to wait for all nodes.
         offer: Whether to offer the files of the base model to nodes that have no copy of it; a resumed run offers them
             if it has offered them before.
-        listener: Listener for the events of the run.
-
-    Raises:
-        FedspanError: If an error occurs that the user can correct.
     """
     require()
     from fedspan.transports.http.admissions import read_admissions

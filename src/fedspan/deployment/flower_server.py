@@ -88,12 +88,10 @@ def write_app(folder: Path, config: str | Path, out: Path, overrides: Sequence[s
         config: The run's YAML file. With ``data``, the app is for Flower's simulation; without, each node has its own.
         out: Folder for the runs' folders, on the machine of the server component.
         overrides: Changes to the config, each ``section.field=value``.
-
-    Raises:
-        FedspanError: If the config is not one for Flower, or the folder cannot be written.
     """
     values = override(read_values(config), overrides)
-    simulated = _is_simulated(values)
+    data = values.get("data")
+    simulated = isinstance(data, Mapping) and (data.get("train") is not None or data.get("dataset") is not None)
     if simulated:
         values = _make_paths_absolute(values)
     _parse(values, simulated)
@@ -106,11 +104,6 @@ def write_app(folder: Path, config: str | Path, out: Path, overrides: Sequence[s
     text = _APP.format(**components, **{name: _format_toml(value) for name, value in settings.items()})
     with convert_disk_errors(folder, "choose another folder", "FOLDER"):
         write_atomic(folder / "pyproject.toml", text.encode())
-
-
-def _is_simulated(values: Mapping[str, Any]) -> bool:
-    data = values.get("data")
-    return isinstance(data, Mapping) and (data.get("train") is not None or data.get("dataset") is not None)
 
 
 def _make_paths_absolute(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,7 +206,6 @@ def _gather(
     """Invite nodes until as many have joined as there are clients.
 
     Args:
-        wait: Seconds to wait.
         listener: Listener that is told which nodes participate, and why others do not.
         begun: Clients with which a resumed run began, which it needs again; none: any node may participate.
 

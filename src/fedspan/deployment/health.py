@@ -44,7 +44,6 @@ class Heartbeat:
         """Renew the heartbeat, at most every few seconds while the node does the same.
 
         Args:
-            doing: What the node does.
             percent: How much of it is done; None: unknown.
         """
         now = time.monotonic()

@@ -80,11 +80,7 @@ class JoinedRunBuilder:
         self._start = secrets.token_hex(16)
 
     def build(self, invitation: Invitation) -> JoinedRun:
-        """Build a run, and load its model and this node's data.
-
-        Raises:
-            FedspanError: If the run does not fit this node, its data or its limits.
-        """
+        """Build a run, and load its model and this node's data."""
         config = parse_config(self.build_values(invitation))
         folder = get_run_folder(self.folder, invitation.run)
         context = self._compute_context(invitation)  # before the data are read, so that a change in between is noticed

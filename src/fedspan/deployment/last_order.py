@@ -108,9 +108,6 @@ class LastOrderFile:
 
         Args:
             context: Digest of what a reply depends on besides the order.
-
-        Raises:
-            FedspanError: If its order was answered with another one.
         """
         if self._order is not None and self._order.context != context:
             problem = f"order {self._order.serial} was answered with other data or another node file"

@@ -66,6 +66,11 @@ def require_config(node: NodeConfig, invitation: Invitation, config: RunConfig) 
         raise FedspanError("limits.private_only", mechanism, problem=problem)
     if limits.secure_only and config.federation.secure is None:
         raise FedspanError("limits.secure_only", None, problem="this node only joins runs with federation.secure")
+    selected = (invitation.read_values().get("federation") or {}).get("clients_per_round")
+    if config.federation.secure is not None and isinstance(selected, int) and selected < node.min_secure_clients:
+        problem = f"a sum of {selected} nodes is too small: this node requires {node.min_secure_clients}"
+        expected = "at least as many, null, or a lower limits.secure_clients in all owners' node files"
+        raise FedspanError("federation.clients_per_round", selected, expected, problem=problem)
 
 
 def _require_model(node: NodeConfig, invitation: Invitation, config: RunConfig) -> None:
@@ -137,7 +142,8 @@ def _list_sizes(config: RunConfig, invitation: Invitation, limits: NodeLimits) -
     yield "training.local_steps", (training.local_steps or 1) * training.gradient_accumulation_steps, limits.steps
     yield "model.max_length", config.model.max_length, limits.tokens
     yield "model.image_size", config.model.image_size or 0, limits.image_size
-    yield "method.r", _get_rank_option(config), limits.rank
+    rank = config.method.options.get("r", 1)
+    yield "method.r", rank if isinstance(rank, int) else 1, limits.rank
     ranks = (invitation.read_values().get("federation") or {}).get("ranks")
     yield "federation.ranks", max(_list_whole_numbers(ranks), default=0) if ranks else 0, limits.rank
     options = [config.method.options, *(method_options.options for method_options in config.method.wrappers)]
@@ -147,11 +153,6 @@ def _list_sizes(config: RunConfig, invitation: Invitation, limits: NodeLimits) -
                 yield "method.steps", value * training.gradient_accumulation_steps, limits.steps
             else:
                 yield f"method.{name}", value, _LARGEST_OPTION
-
-
-def _get_rank_option(config: RunConfig) -> int:
-    value = config.method.options.get("r", 1)
-    return value if isinstance(value, int) else 1
 
 
 def _list_whole_numbers(value: Any) -> Iterator[int]:
@@ -198,9 +199,6 @@ def require_workload(
     Args:
         count_passes: Returns the number of passes by the owner's own trainer, which draws its own batches, in some
             steps, or in some epochs if these are None. None: the config's batches are used.
-
-    Raises:
-        FedspanError: If there are too few examples, or they take too many passes.
     """
     if examples < limits.train_examples:
         problem = "this node has fewer training examples than it needs to participate"
@@ -274,11 +272,7 @@ class OrderTerms:
     digest: str
 
     def require(self, order: Order) -> None:
-        """Check an order.
-
-        Raises:
-            FedspanError: If it differs from what the node computes itself.
-        """
+        """Check an order."""
         rounds = self.config.federation.rounds
         last = {"train": rounds - 1, "second": rounds - 1, "statistics": 0}.get(order.task, rounds)
         if order.round > last:

@@ -143,7 +143,8 @@ class NodeService:
                     )
                     raise FedspanError("limits.accept_base", False, problem=problem) from error
                 raise
-            if not _selects_some(invitation):
+            # A node that a round may leave out does not know how often it will train.
+            if (invitation.read_values().get("federation") or {}).get("clients_per_round") is None:
                 host = joined.host
                 self._usage.require_privacy(invitation.run, lambda: host.compute_planned_charges(self.node.id))
             self._record_run(invitation.run)
@@ -241,11 +242,7 @@ class NodeService:
 
 
 def load_invitation(path: Path) -> Invitation:
-    """Load the invitation to a run from its file.
-
-    Raises:
-        FedspanError: If the file is missing or not an invitation.
-    """
+    """Load the invitation to a run from its file."""
     try:
         return Invitation.model_validate_json(read_bytes(path))
     except (ValueError, RecursionError) as error:
@@ -257,9 +254,3 @@ def _describe_request(request: Order | Phase) -> str:
     if request.task not in ("evaluate", "export"):
         return f"round {request.round + 1}: {request.task}"
     return f"{f'after round {request.round}' if request.round else 'before round 1'}: {request.task}"
-
-
-def _selects_some(invitation: Invitation) -> bool:
-    """Return whether a run selects some of its nodes for each round, so that none knows how often it will train."""
-    federation = dict(invitation.read_values().get("federation") or {})
-    return federation.get("clients_per_round") is not None

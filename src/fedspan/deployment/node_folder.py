@@ -12,7 +12,6 @@ from fedspan.clients.secagg_store import remove_secrets
 from fedspan.files import remove
 
 LAST_ORDER = "serial"
-"""The file in a run's folder with its last order."""
 
 LAST_REPLY = f"{LAST_ORDER}-reply"
 """The file in a run's folder with the reply to it."""

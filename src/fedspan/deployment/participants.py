@@ -118,9 +118,6 @@ class Participants:
         joined: The nodes whose introduction was accepted in this process, by client id. The record has others, too,
             which are no clients of a round until they are accepted again.
         seconds: Seconds for which a round waits for so many nodes.
-
-    Raises:
-        FedspanError: If the record is damaged, or the disk cannot be written.
     """
 
     def __init__(

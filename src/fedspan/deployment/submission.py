@@ -73,11 +73,7 @@ class Submission:
         """Those whose introduction was accepted in this process."""
 
     def gather(self, server: RunLink) -> None:
-        """Wait for the nodes with which the run begins or goes on.
-
-        Raises:
-            FedspanError: If too few nodes join in time; it names the nodes that refused.
-        """
+        """Wait for the nodes with which the run begins or goes on."""
         record = None
         if self._prepared.config.federation.late_joiners:
             record = load_record(self._folder, read_status(self._folder).round)
@@ -246,7 +242,9 @@ class Handshakes:
         if introduction is not None and reason is None:
             reason = self._explain_second_id(introduction.id, node)
         if introduction is not None and reason is None and self.owners.get(introduction.id, node) != node:
-            is_taken = self._can_replace(introduction.id, admitted)
+            # It may take over the id of one that is gone if it has its name, or if there are no names.
+            has_name = self._link.authority is None if admitted is None else admitted.name == introduction.id
+            is_taken = self._federation.late_joiners and has_name
             reason = self._explain_taken(introduction.id, is_taken, server)
         if introduction is not None and reason is None:
             self.nodes[introduction.id] = Participant(node=node, examples=introduction.examples)
@@ -276,11 +274,6 @@ class Handshakes:
         """
         other = next((known for known, owner in self.owners.items() if owner == node and known != id), None)
         return None if other is None else f"this node has joined this run as {other}. Set id: {other} in its file"
-
-    def _can_replace(self, id: str, admitted: Admission | None) -> bool:
-        """Return whether a node may take over the id of one that is gone: it has its name, or there are no names."""
-        is_named = self._link.authority is None if admitted is None else admitted.name == id
-        return self._federation.late_joiners and is_named
 
     def _explain_taken(self, id: str, may_replace: bool, server: RunLink) -> str | None:
         """Return why a node cannot have the id of another one; None: it may take it over."""
@@ -325,7 +318,6 @@ def gather_nodes(
     """Invite nodes until as many have joined as there are clients, or all expected ones have.
 
     Args:
-        wait: Seconds to wait.
         signer: Seals the invitation and opens replies; None: neither.
         expected: Clients of a resumed run, where nodes may join and leave; after the wait the run goes on without those
             that have not joined if others have, and its next round waits for enough.

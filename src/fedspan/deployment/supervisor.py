@@ -54,7 +54,6 @@ class Supervisor:
         self._connection: Connection | None = None
 
     def answer(self, envelope: Envelope) -> Envelope:
-        """``NodeService.answer``."""
         try:
             order = decode_request(envelope)
         except ValueError:

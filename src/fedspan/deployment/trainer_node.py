@@ -41,9 +41,6 @@ batches, on its own device and in this process."""
 def adopt_node_trainer(node: NodeConfig, trainer: Any) -> LocalTrainer:
     """Return a user's trainer as a node uses it.
 
-    Args:
-        trainer: The trainer (``own_trainers.adopt_trainer``).
-
     Raises:
         FedspanError: If the file names data or accepts base models, or the trainer is one that a federation cannot
             honor.
@@ -76,12 +73,8 @@ class TrainerNode:
     """A node service whose runs train with a user's trainer.
 
     Args:
-        trainer: The trainer (``adopt_node_trainer``).
         processes: The processes in which it trains, of which this is rank 0; None: it trains in this one.
         stop: Event that ends the node, set when its processes can train no further order.
-
-    Raises:
-        FedspanError: If the trainer is one that a node cannot have.
     """
 
     def __init__(
@@ -119,7 +112,6 @@ class TrainerNode:
         return self._runs.load(config, existing_partition, key, stages)
 
     def answer(self, envelope: Envelope) -> Envelope:
-        """``NodeService.answer``."""
         try:
             return self.service.answer(envelope)
         finally:

@@ -57,7 +57,6 @@ class RunUse(UsagePart):
         orders: Digest of its last training order and, after a space, that of the last order of a second exchange since
             then; empty: none yet.
         rounds: Rounds that were trained, and second exchanges of a round beyond its first one.
-        evaluations: Evaluations and exports.
         exchanges: Orders for keys or shares of secure aggregation.
     """
 
@@ -101,7 +100,6 @@ class Account(UsagePart):
         """Compute the epsilon of all releases; infinite if one had no noise.
 
         Args:
-            delta: Delta of the guarantee.
             charges: Privacy cost that is added to theirs.
 
         Raises:
@@ -110,11 +108,7 @@ class Account(UsagePart):
         return self._build_spend(delta).compute_worst(_remove_payers(charges))
 
     def add_releases(self, charges: tuple[Charge, ...], limits: NodeLimits) -> tuple[Release, ...]:
-        """Return the releases with those of an order.
-
-        Raises:
-            FedspanError: If they exceed the limit on epsilon.
-        """
+        """Return the releases with those of an order."""
         if limits.epsilon is not None and (cost := self.compute_epsilon(limits.delta, charges)) > limits.epsilon:
             raise FedspanError("limits.epsilon", limits.epsilon, f"at least {cost:.4g}, with this order")
         spend = self._build_spend(limits.delta)
@@ -133,7 +127,6 @@ def _remove_payers(charges: tuple[Charge, ...]) -> tuple[Charge, ...]:
 
 
 BOOK = "budget.json"
-"""The book in a node's folder."""
 
 _HISTORY = (AUDIT, "jobs", "*/invitation.json")
 """What shows in a node's folder that it has answered a server before."""
@@ -192,7 +185,8 @@ class UsageBook:
         if marked not in (None, FIRST, read_marker_text(self.marker)):  # from here on, the replaced key may be deleted
             write_marker(self.marker, marked)
         is_first = marked == FIRST or (marked is None and not self._has_key)
-        if is_first and not self.path.exists() and not self._has_history():
+        history = (next(self.path.parent.glob(pattern), None) for pattern in _HISTORY)
+        if is_first and not self.path.exists() and not any(history):
             self._store({}, FIRST)
 
     def restart(self) -> None:
@@ -216,19 +210,11 @@ class UsageBook:
         link_marker(self.marker, old)
 
     def list_accounts(self) -> list[Account]:
-        """Return what each server has used of each data set, sorted by both names.
-
-        Raises:
-            FedspanError: If the book is missing, damaged or not the newest version.
-        """
+        """Return what each server has used of each data set, sorted by both names."""
         return sorted(self._load()[0].values(), key=lambda account: (account.server, account.data))
 
     def get_account(self) -> Account:
-        """Return what the node's server has used of the node's data.
-
-        Raises:
-            FedspanError: If the book is missing, damaged or not the newest version.
-        """
+        """Return what the node's server has used of the node's data."""
         return self._load()[0].get(self._key, self._new)
 
     def require_run(self, run: str, rounds: int) -> None:
@@ -371,9 +357,6 @@ class UsageBook:
         if not isinstance(self._source, str) or self._source == FROM_TRAINERS:
             return None
         return compute_content_digest(self._source, "data.train")
-
-    def _has_history(self) -> bool:
-        return any(next(self.path.parent.glob(pattern), None) is not None for pattern in _HISTORY)
 
     def _load(self, marker: Path | None = None) -> tuple[dict[str, Account], str]:
         """Return the accounts and the digest of the book, checked against a marker; None: the node's own."""

@@ -28,11 +28,7 @@ def allow_first_book(key: Path) -> None:
 
 
 def require_book(key: Path) -> None:
-    """Check that a key, or the folder of a node without a key, has a book that a new key can continue.
-
-    Args:
-        key: File of the key, or the folder.
-    """
+    """Check that a key, or the folder of a node without a key, has a book that a new key can continue."""
     marker = build_budget_marker(key)
     if read_marker(marker) is None:
         expected = f"the key that the node used before (its folder, if it had none), with {marker.name!r} beside it"
@@ -45,9 +41,6 @@ def continue_book(key: Path, old: Path) -> None:
     Args:
         key: File of the node's new private key.
         old: File of the key that it replaces; the node's folder if it had no key.
-
-    Raises:
-        FedspanError: If the old key has no book, or the disk cannot be written.
     """
     require_book(old)
     link_marker(build_budget_marker(key), old)

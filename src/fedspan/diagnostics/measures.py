@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -115,11 +115,8 @@ class MeasureSummary:
 
     measure: Measure
     mean: float
-    """Mean over the layers."""
     minimum: float
-    """Minimum over the layers."""
     maximum: float
-    """Maximum over the layers."""
     worst: str | None
     """Name of the layer at the problematic end; None for a measure without such an end."""
 
@@ -128,7 +125,8 @@ def summarize_measures(diagnosis: Diagnosis) -> tuple[MeasureSummary, ...]:
     """Return every measure that has a value in at least one layer."""
     result: list[MeasureSummary] = []
     for measure in MEASURES:
-        values = _get_values_by_layer(measure, diagnosis.layers)
+        all_values = {name: measure.value(layer) for name, layer in diagnosis.layers.items()}
+        values = {name: value for name, value in all_values.items() if value is not None and not math.isnan(value)}
         if values:
             extremes = {"high": max, "low": min}
             worst = None if measure.worst is None else extremes[measure.worst](values, key=lambda name: values[name])
@@ -141,11 +139,6 @@ def get_values(layer: LayerDiagnosis) -> dict[str, float]:
     """Return the available measures of a layer, by key."""
     values = {measure.key: measure.value(layer) for measure in MEASURES}
     return {key: value for key, value in values.items() if value is not None and not math.isnan(value)}
-
-
-def _get_values_by_layer(measure: Measure, layers: Mapping[str, LayerDiagnosis]) -> dict[str, float]:
-    values = {name: measure.value(layer) for name, layer in layers.items()}
-    return {name: value for name, value in values.items() if value is not None and not math.isnan(value)}
 
 
 class DiagnosticsRecorder:

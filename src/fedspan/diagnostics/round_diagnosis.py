@@ -43,9 +43,7 @@ class ClientTraining:
     """One client's training."""
 
     first: Job
-    """The client's first job of the round."""
     last: Job
-    """The client's last job of the round."""
     trained: Trained
 
 
@@ -143,11 +141,7 @@ def diagnose_round(
 
     Args:
         federation: The run's. After its last round, one more is run as if the run were longer.
-        progress: The progress before the round.
         held_out: Examples from which those for the losses are drawn.
-        title: Name of the method, for people.
-        seed: Seed of that draw.
-        batch_size: Batch size of evaluation.
         pairs: Largest number of client pairs whose models are joined by a line.
         examples: Largest number of held-out examples on which the losses are measured.
 
@@ -315,7 +309,8 @@ class _RoundModels:
     def _compute_moment_mismatch(self, name: str) -> float | None:
         """Return the mean mismatch of the second moments of a layer's tensors; None where there are none."""
         seconds = {
-            id: local.trained.optimizer_state.moments.get("exp_avg_sq", {}) for id, local in self._sort_records()
+            id: local.trained.optimizer_state.moments.get("exp_avg_sq", {})
+            for id, local in sorted(self.training.items())
         }
         slots = [select_slots(moments, name) for moments in seconds.values()]
         shared = set.intersection(*(set(moments) for moments in slots)) if slots else set[str]()
@@ -327,6 +322,3 @@ class _RoundModels:
             if len({moments[slot].shape for moments in slots}) == 1
         ]
         return sum(gaps) / len(gaps) if gaps else None
-
-    def _sort_records(self) -> list[tuple[str, ClientTraining]]:
-        return sorted(self.training.items())

@@ -46,7 +46,6 @@ class Shape:
     """Norm, stable rank and effective rank of an update; the ranks measure how many directions it has."""
 
     norm: float
-    """Frobenius norm."""
     stable_rank: float
     """||D||_F^2 / ||D||_2^2 (Rudelson and Vershynin, 2007)."""
     effective_rank: float

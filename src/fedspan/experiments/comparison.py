@@ -187,12 +187,8 @@ def plan_comparison(
     Args:
         values: Values of the config; the ``method`` section may hold options that only some of the methods have.
         methods: Registry keys; ``fedit+fedprox`` adds a wrapper around those of the config.
-        seeds: Seeds of every method.
         overrides_for: ``section.field=value`` for one method, by its key.
         against: The reference row; None: the first method.
-
-    Raises:
-        FedspanError: If the input is invalid in a way that the user can correct.
     """
     if not methods:
         raise FedspanError(

@@ -21,8 +21,7 @@ from fedspan.config import RunConfig, load_yaml, override, parse_config, parse_y
 from fedspan.data.images import has_images
 from fedspan.data.multiple_files import has_placeholders, match_paths
 from fedspan.errors import FedspanError
-from fedspan.experiments.series import Step
-from fedspan.experiments.watcher import Watcher
+from fedspan.experiments.series import Step, Watcher
 from fedspan.files import (
     build_temporary_path,
     convert_disk_errors,
@@ -67,9 +66,6 @@ class FinishedRuns:
         Returns:
             Whether a run was copied. A run with secret noise is never copied, nor is a run that is older than one of
             the local data or model files that it read, or whose own files were changed after it finished.
-
-        Raises:
-            FedspanError: If the disk is full or not writable.
         """
         if folder.exists() or is_secret(config):
             return False
@@ -145,17 +141,11 @@ def format_command_line(arguments: Sequence[str]) -> list[str]:
     return ["fedspan" if program in ("", "__main__.py") else program, *arguments[1:]]
 
 
-def read_settings(
-    folder: Path, name: str, kinds: Mapping[str, type | tuple[type, ...]], later: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def read_settings(folder: Path, name: str, kinds: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
     """Read the settings of a series.
 
     Args:
         name: Name of the settings file, such as ``compare.yaml``.
-        later: Default values of settings that earlier versions did not write.
-
-    Raises:
-        FedspanError: If the folder holds no such series, or the settings file is malformed.
     """
     path = folder / name
     if not path.is_file():
@@ -167,8 +157,6 @@ def read_settings(
         values = load_yaml(read_bytes(path))
     except ValueError as error:
         raise FedspanError(str(path), None, expected, problem=f"the file is not valid YAML ({error})") from None
-    if isinstance(values, dict):
-        values = {**(later or {}), **values}
     if not isinstance(values, dict) or set(values) != set(kinds):
         raise FedspanError(str(path), values, expected)
     for setting, kind in kinds.items():
@@ -178,11 +166,7 @@ def read_settings(
 
 
 def open_series(folder: Path, name: str, settings: Mapping[str, Any], steps: Sequence[Step]) -> None:
-    """Create the folder of a series, or reuse one whose runs all belong to the series.
-
-    Raises:
-        FedspanError: If the folder holds anything else, such as runs of another config.
-    """
+    """Create the folder of a series, or reuse one whose runs all belong to the series."""
     if folder.exists() and not folder.is_dir():
         raise FedspanError("folder", str(folder), problem=f"{str(folder)!r} is a file. Choose another name")
     path, expected = folder / name, {step.name: step.config for step in steps}

@@ -132,8 +132,6 @@ def _build_interval(values: Sequence[float], by_items: float, unit: str, note: s
     Args:
         values: One difference for each seed or client.
         by_items: Standard error of their mean from the test items.
-        unit: What a value is of.
-        note: What the interval lacks.
     """
     from scipy import stats  # it is slow to import, and few commands need it
 
@@ -207,8 +205,6 @@ def compare_to(values: Sequence[float], target: float, tolerance: float) -> With
     *inconclusive*.
 
     Args:
-        values: One value for each seed.
-        target: The number in the paper.
         tolerance: Largest distance from it that counts as reproduced, in the same unit.
     """
     mean, half = math.fsum(values) / len(values), _compute_half_width(values)

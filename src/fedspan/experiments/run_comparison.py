@@ -16,10 +16,9 @@ from matplotlib.ticker import MaxNLocator
 from fedspan.config import ConfigLike, to_plain_values
 from fedspan.experiments.comparison import CompareReport, Comparison, build_report, get_heldout_score, plan_comparison
 from fedspan.experiments.execution import format_command_line, open_series, read_settings, run_step
-from fedspan.experiments.series import get_finite
+from fedspan.experiments.series import Watcher, get_finite
 from fedspan.experiments.series_bar import open_watcher
 from fedspan.experiments.tables import write_tables
-from fedspan.experiments.watcher import Watcher
 from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.logs import read_lines
 from fedspan.run_folder import RunFolder
@@ -143,13 +142,7 @@ Curve = Mapping[int, tuple[float, float]]
 
 
 def write_figure(comparison: Comparison, report: CompareReport, path: Path) -> None:
-    """Write the figure of a comparison as a PDF.
-
-    Args:
-        comparison: The plan of the comparison, whose runs are finished.
-        report: Its table.
-        path: Path of the PDF.
-    """
+    """Write the figure of a comparison as a PDF."""
     content = io.BytesIO()
     # Without a date, the same runs give the same file.
     draw_comparison(comparison, report).savefig(content, format="pdf", metadata={"CreationDate": None})

@@ -6,16 +6,18 @@ data part of the training.
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from fedspan.config import RunConfig, override, parse_config
+from fedspan.config import RunConfig, load_yaml, override, parse_config
+from fedspan.data.keyed import make_generator
 from fedspan.errors import FedspanError
-from fedspan.experiments.search_space import list_combinations, parse_space
 from fedspan.experiments.series import (
     Step,
     compute_deviation,
@@ -32,6 +34,131 @@ if TYPE_CHECKING:
     from fedspan.runs.report import RunReport
 
 
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_RANGE = re.compile(rf"\s*({_NUMBER})\.\.({_NUMBER})\s*")
+_ATTEMPTS = 200  # attempts to draw a new combination, for each trial
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from ``low`` to ``high``, both included: integers uniform, others log-uniform."""
+
+    low: float
+    """Lower end, above 0 unless it is an integer."""
+    high: float
+    """Upper end, above ``low``."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether integers are drawn."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    def draw(self, seed: int, attempt: int, path: str) -> float:
+        """Draw the number of one attempt, with four significant digits so that it can be read and typed."""
+        rng = make_generator(seed, "sweep", attempt, path)
+        if self.whole:
+            return int(rng.integers(int(self.low), int(self.high), endpoint=True))
+        number = math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
+        return min(max(float(f"{number:.4g}"), self.low), self.high)
+
+
+Space = Mapping[str, Range | tuple[Any, ...]]
+"""Values to try, by path in the config."""
+
+
+def parse_space(over: Mapping[str, str | Sequence[Any]]) -> dict[str, Range | tuple[Any, ...]]:
+    """Parse the values to try for each field.
+
+    Args:
+        over: Values by path in the config, or a string such as ``4,8`` or ``1e-4..1e-1``.
+    """
+    if not over:
+        raise FedspanError("--over", None, "at least one field with values to try, such as training.lr=1e-4,1e-3")
+    return {path: _parse_values(path, candidates) for path, candidates in over.items()}
+
+
+def _parse_values(path: str, candidates: str | Sequence[Any]) -> Range | tuple[Any, ...]:
+    argument = f"{path}={candidates}"
+    if not path or not all(path.split(".")):
+        raise FedspanError("--over", argument, "section.field=value,value,...")
+    values: Any = candidates
+    if isinstance(candidates, str):
+        if match := _RANGE.fullmatch(candidates):
+            return _parse_range(argument, match[1], match[2])
+        try:
+            values = load_yaml(f"[{candidates}]")
+        except ValueError:
+            values = None
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise FedspanError("--over", argument, "values separated by commas, or a range such as 1e-4..1e-1")
+    for position, value in enumerate(values):
+        if value in values[:position]:
+            raise FedspanError("--over", argument, problem=f"{argument!r} has the value {value} twice")
+    return tuple(values)
+
+
+def _parse_range(argument: str, low: str, high: str) -> Range:
+    is_integer = all(re.fullmatch(r"[+-]?\d+", end) for end in (low, high))
+    parsed = Range(int(low), int(high)) if is_integer else Range(float(low), float(high))
+    if not -(2**62) < parsed.low < parsed.high < 2**62:
+        raise FedspanError("--over", argument, "a range from the smaller to the larger number")
+    if not is_integer and parsed.low <= 0:
+        raise FedspanError("--over", argument, "a range above 0, because values are drawn on a logarithmic scale")
+    return parsed
+
+
+def list_combinations(space: Space, trials: int | None, seed: int) -> list[dict[str, Any]]:
+    """Return the values of every trial: all combinations, or a number of distinct random ones.
+
+    Args:
+        seed: Seed of the draws. The number of trials does not change the first draws.
+
+    Raises:
+        FedspanError: If a range has no number of trials, or there are more trials than combinations.
+    """
+    if trials is None:
+        for path, values in space.items():
+            if isinstance(values, Range):
+                argument = f"{path}={values.low}..{values.high}"
+                raise FedspanError(
+                    "--over",
+                    argument,
+                    "a list of values, or --trials N with the number of values to draw from the range",
+                )
+        lists = [values for values in space.values() if not isinstance(values, Range)]
+        return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*lists)]
+    if isinstance(trials, bool) or not isinstance(trials, int) or trials < 1:
+        raise FedspanError("--trials", trials, "a whole number from 1")
+    count = math.prod(_count_values(candidates) for candidates in space.values())
+    if trials > count:
+        raise FedspanError(
+            "--trials", trials, f"at most {count}, the number of combinations, or no --trials, to try all"
+        )
+    distinct: list[dict[str, Any]] = []
+    for attempt in range(_ATTEMPTS * trials):
+        values = {path: _draw(candidates, seed, attempt, path) for path, candidates in space.items()}
+        if values not in distinct:
+            distinct.append(values)
+        if len(distinct) == trials:
+            return distinct
+    raise FedspanError(
+        "--trials", trials, f"at most {len(distinct)}, or wider ranges, which give more different values"
+    )
+
+
+def _count_values(candidates: Range | tuple[Any, ...]) -> float:
+    """Return the number of distinct values; infinite for a continuous range."""
+    if not isinstance(candidates, Range):
+        return len(candidates)
+    return int(candidates.high) - int(candidates.low) + 1 if candidates.whole else math.inf
+
+
+def _draw(candidates: Range | tuple[Any, ...], seed: int, attempt: int, path: str) -> Any:
+    if isinstance(candidates, Range):
+        return candidates.draw(seed, attempt, path)
+    return candidates[int(make_generator(seed, "sweep", attempt, path).integers(len(candidates)))]
+
+
 @dataclass(frozen=True)
 class Sweep:
     """The plan of a sweep."""
@@ -39,9 +166,7 @@ class Sweep:
     metric: str
     """The metric by which the best trial is selected."""
     seeds: tuple[int, ...]
-    """Seeds of every trial."""
     values: tuple[Mapping[str, Any], ...]
-    """The values of every trial, by path."""
     configs: tuple[RunConfig, ...]
     """The final config of every trial, with the rounds, seed and baselines of the original config."""
     steps: tuple[Step, ...]
@@ -55,18 +180,7 @@ def plan_sweep(
     rounds: int | None,
     seeds: Sequence[int],
 ) -> Sweep:
-    """Plan the runs of a sweep and validate every config.
-
-    Args:
-        values: Values of the config.
-        over: The search space, as for ``parse_space``.
-        trials: Number of combinations to draw; None for all.
-        rounds: Number of rounds of a trial; None for the config's.
-        seeds: Seeds of every trial.
-
-    Raises:
-        FedspanError: If the input is invalid in a way that the user can correct.
-    """
+    """Plan the runs of a sweep and validate every config."""
     base = parse_config(values)
     seeds = validate_seeds(seeds)
     first, several = seeds[0], len(seeds) > 1
@@ -203,13 +317,7 @@ def get_validation_score(report: RunReport) -> float | None:
 
 
 def rank_trials(sweep: Sweep, reports: Mapping[str, RunReport], failures: Mapping[str, str]) -> tuple[Trial, ...]:
-    """Rank all trials: best first (ties by the smaller validation loss), failed ones last.
-
-    Args:
-        sweep: The plan.
-        reports: Reports of the completed runs, by name.
-        failures: Reasons of the failed runs, by name.
-    """
+    """Rank all trials: best first (ties by the smaller validation loss), failed ones last."""
     metric, trials, losses = sweep.metric, list[Trial](), dict[int, float]()
     for number, values in enumerate(sweep.values, 1):
         names = [step.name for step in sweep.steps if step.group == str(number)]

@@ -11,8 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from fedspan.assembly.run import Prepared
-from fedspan.experiments.series import Step
-from fedspan.experiments.watcher import Watcher, Watchers
+from fedspan.experiments.series import Step, Watcher, Watchers
 from fedspan.progress.bar import LiveBar, ProgressBar, has_bar
 from fedspan.progress.formatting import format_duration, format_runs, shorten
 from fedspan.training.stages import Stage
@@ -86,7 +85,6 @@ def open_watcher(listener: Watcher | None, progress: bool | None) -> Generator[W
     """Yield a watcher that forwards all events to the caller's watcher, and to progress bars if they are requested.
 
     Args:
-        listener: The caller's watcher, or None.
         progress: Whether to show bars; None: if standard error is a terminal, or in a notebook.
     """
     if not has_bar(progress):

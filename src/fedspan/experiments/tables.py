@@ -54,7 +54,6 @@ def format_mean(metric: str, value: float | None, error: float | None, sign: boo
     Args:
         value: Value of the metric, or a difference; None is a dash.
         error: Standard deviation or standard error, in the same unit.
-        sign: Whether to show a plus sign.
     """
     if value is None:
         return "-"
@@ -86,7 +85,6 @@ def write_tables(
 
     Args:
         plain: Rows of ``table`` in machine-readable form, by column.
-        runs: Folders of the completed runs inside ``folder``.
 
     Raises:
         FedspanError: If the folder cannot be written, or the runs used different data.

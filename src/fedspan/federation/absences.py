@@ -30,7 +30,6 @@ class Absences:
         times, eight times as many: one that is back, but slower than all others, is noticed then.
 
         Args:
-            round: Number of the round, from 0.
             last_replies: Round of the last accepted reply of each client, whether it still stores that round's state or
                 lost it.
             limit: Number of rounds; None: every client is waited for.

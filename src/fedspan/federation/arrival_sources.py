@@ -7,7 +7,6 @@ further ones.
 from __future__ import annotations
 
 import bisect
-import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
@@ -98,11 +97,9 @@ class _TrainingClients:
         return self.open.pop(id)
 
     def release(self, ids: Collection[str]) -> None:
-        """``ArrivalSource.release``."""
         self._arrived.difference_update(ids)
 
     def close(self, states: Mapping[int, ServerState], clock: float = 0.0) -> OpenOrders:
-        """``ArrivalSource.close``."""
         orders, limit = tuple(self.open.values()), self._settings.max_staleness
         oldest = 0 if limit is None else self._context.state.round + 1 - limit  # older orders' replies will not count
         needed = {order.round: states[order.round] for order in orders if order.round >= oldest}
@@ -120,7 +117,6 @@ class SimulatedArrivals:
         self._clock = open.clock
 
     def take(self, count: int, attempt: int) -> list[Arrival]:
-        """``ArrivalSource.take``."""
         arrivals, clients = list[Arrival](), self._clients
         while len(arrivals) < count:
             self._send(attempt)  # not after the last reply: the next order is of the state that it updates
@@ -133,11 +129,9 @@ class SimulatedArrivals:
         return arrivals
 
     def release(self, ids: Collection[str]) -> None:
-        """``ArrivalSource.release``."""
         self._clients.release(ids)
 
     def close(self, states: Mapping[int, ServerState]) -> OpenOrders:
-        """``ArrivalSource.close``."""
         return self._clients.close(states, self._clock)
 
     def _send(self, attempt: int) -> None:
@@ -191,7 +185,6 @@ class NodeArrivals:
         return arrivals
 
     def release(self, ids: Collection[str]) -> None:
-        """``ArrivalSource.release``."""
         self._clients.release(ids)
 
     def close(self, states: Mapping[int, ServerState]) -> OpenOrders:
@@ -207,7 +200,9 @@ class NodeArrivals:
         Clients that are offline, or were silent until their last deadline, receive orders but do not count.
         """
         while sent := self._add_orders(attempt):
-            orders = Orders("train", sent, functools.partial(self._create_sent_order, sent), self._compute_reply_bytes)
+            orders = Orders(
+                "train", sent, lambda id, sent=sent: self._create_order(sent[id]), self._compute_reply_bytes
+            )
             deadline = self._context.rules.deadline
             self._transport.send_orders(orders, deadline, wait_for_offline=attempt > 0)
 
@@ -218,16 +213,9 @@ class NodeArrivals:
             sent[id] = clients.add_order(id, attempt)
         return sent
 
-    def _create_sent_order(self, sent: Mapping[str, OpenOrder], id: str) -> Envelope:
-        return self._create_order(sent[id])
-
 
 class RecordedArrivals:
-    """Arrivals of an earlier run.
-
-    Raises:
-        FedspanError: If the record does not fit the federation.
-    """
+    """Arrivals of an earlier run."""
 
     def __init__(
         self,
@@ -255,7 +243,6 @@ class RecordedArrivals:
             on_order(id)
 
     def take(self, count: int, attempt: int) -> list[Arrival]:
-        """``ArrivalSource.take``."""
         taken, self._orders = self._orders[:count], self._orders[count:]
         return [Arrival(order, None) for order in taken]
 
@@ -263,6 +250,5 @@ class RecordedArrivals:
         """``ArrivalSource.release``; the record has no further replies of the round."""
 
     def close(self, states: Mapping[int, ServerState]) -> OpenOrders:
-        """``ArrivalSource.close``."""
         needed = {round for arrivals in self._later for _, round in arrivals}
         return OpenOrders(states={round: state for round, state in states.items() if round in needed})

@@ -185,14 +185,10 @@ class BufferedRound:
         self._exchange.forget_lost()
         open = self._source.close(self._states)
         result = self._exchange.build_result(reduced)
+        round, accepted = self.context.state.round, self._aggregation.replies
         return replace(
             result,
             progress=replace(result.progress, open=open),
             simulated_seconds=open.clock - self._start.clock if isinstance(self._source, SimulatedArrivals) else None,
-            arrivals=self._list_arrivals(),
+            arrivals=tuple((id, round - order.round) for id, order in self._arrived.items() if id in accepted),
         )
-
-    def _list_arrivals(self) -> tuple[tuple[str, int], ...]:
-        """Return the accepted replies in their order of arrival, each with the age of its order in rounds."""
-        round, accepted = self.context.state.round, self._aggregation.replies
-        return tuple((id, round - order.round) for id, order in self._arrived.items() if id in accepted)

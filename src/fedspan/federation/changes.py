@@ -117,7 +117,6 @@ def shrink_reply(
     scaled, factor by factor, so that its products with the others' stay of the same rank.
 
     Args:
-        expected: The untrained reply.
         factors: Factors on the change by quantity, from 0 to 1; quantities that are left out stay as they are.
     """
     claims = method.declare_claims()
@@ -142,7 +141,6 @@ def rebase_change(contribution: Contribution, start: Tensors, target: Tensors, f
 
     Args:
         target: Contribution of an untrained client that received the state to which the change is added.
-        factor: Factor on the change.
     """
     moved = {
         name: (target[name].double() + factor * (value.double() - start[name].double())).to(value.dtype)

@@ -65,8 +65,6 @@ class Conditions:
         """Draw the exchange at which a client stops replying in an attempt of a round; None: it replies to all of them.
 
         Args:
-            round: Number of the round, from 0.
-            attempt: Number of the attempt, from 0.
             phases: Exchanges of an attempt, in their order.
         """
         rate = self.dropout if isinstance(self.dropout, float | int) else self.dropout.get(client, 0.0)

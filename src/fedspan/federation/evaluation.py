@@ -27,7 +27,6 @@ from fedspan.training.batching import ModelInputs
 from fedspan.training.engine import Predictor
 
 Metrics = Mapping[str, float]
-"""Metrics by name."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +112,7 @@ class Evaluator:
     def iterate_models(
         self, progress: Progress, clients: Iterable[str] | None = None
     ) -> Iterator[tuple[tuple[str, ...], Job]]:
-        """Yield each distinct model with its clients: one for a global method, one per client for a personal method.
-
-        Args:
-            clients: Ids of the clients; None: all.
-        """
+        """Yield each distinct model with its clients: one for a global method, one per client for a personal method."""
         ids = tuple(self.federation.clients if clients is None else clients)
         if not self.federation.method.declare_claims().personal:
             yield ids, self.build_job(progress, None)
@@ -237,9 +232,6 @@ class ReportedEvaluator(Evaluator):
 
     Pooled metrics are means over clients, weighted by their numbers of examples. Rounds are compared by trimmed means,
     unless this process assigned the clients' examples (a simulation) or there is one client.
-
-    Args:
-        clients: Number of clients to evaluate; None: all.
     """
 
     def __init__(self, federation: Federation, batch_size: int, clients: int | None = None) -> None:
@@ -349,7 +341,6 @@ class RemoteEvaluator(ReportedEvaluator):
     """Evaluate on the clients' machines.
 
     Args:
-        clients: Number of clients to evaluate; None: all.
         load_state: Returns a client's state of a round where the server can access it (a simulation); None: it cannot.
     """
 

@@ -42,11 +42,7 @@ from fedspan.training.stages import StageName, Stages
 
 
 def draw_cohort(seed: int, round: int, clients: int, size: int | None, extra: int = 0) -> list[int]:
-    """Draw the positions of a round's clients and of ``extra`` more, in order of drawing; all, sorted, if all.
-
-    Args:
-        size: Size of the cohort; None: all clients.
-    """
+    """Draw the positions of a round's clients and of ``extra`` more, in order of drawing; all, sorted, if all."""
     if size is None or size >= clients:
         return list(range(clients))
     return torch.randperm(clients, generator=create_generator(seed, "cohort", round))[: size + extra].tolist()

@@ -168,7 +168,11 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
             reduced, _ = round.reduce()
         finally:
             aggregation = round.aggregation
-            round.tally.failures += [_describe_long(id, factor) for id, factor in aggregation.clipped.items()]
+            for id, factor in aggregation.clipped.items():
+                reason = (
+                    f"its features are longer than the others', so its statistics count with a factor of {factor:.3g}"
+                )
+                round.tally.failures.append(Failure(id, 0, reason, "statistics"))
             for event in (*round.tally.sort_transfers(), *round.tally.sort_failures()):
                 federation.record(replace(event, purpose="statistics"))
     # examples count as far as the weights do; those of scaled statistics, as far as their shares of classes
@@ -184,12 +188,6 @@ def _measure_features(message: Message, kind: HeadKind) -> ChangeSize:
     """Return the mean squared norm of the features that a reply counts; 0 if it counts none."""
     counted = float(HeadStatistics.from_tensors(message.tensors).count(kind))
     return ChangeSize(float(message.tensors["square"]) / counted if counted > 0 else 0.0, 1)
-
-
-def _describe_long(id: str, factor: float) -> Failure:
-    """Return the event of a client whose statistics count less because its features are too long."""
-    reason = f"its features are longer than the others', so its statistics count with a factor of {factor:.3g}"
-    return Failure(id, 0, reason, "statistics")
 
 
 def compute_head_tensors(head: HeadStart, statistics: HeadStatistics, examples: float) -> dict[str, Tensor]:

@@ -51,13 +51,10 @@ def drop_impossible_losses(replies: Mapping[str, Reply]) -> tuple[dict[str, Repl
     """
     losses = {id: [part.loss for part in reply.parts] for id, reply in replies.items() if reply.parts}
     # of several phases the least plausible one: a negative loss, or else the largest
-    rows, impossible = drop_impossible_metrics({id: {"loss": min(all, key=_sign_first)} for id, all in losses.items()})
+    worst = {id: {"loss": min(all, key=lambda loss: (loss >= 0, -loss))} for id, all in losses.items()}
+    rows, impossible = drop_impossible_metrics(worst)
     plausible = {id: reply for id, reply in replies.items() if rows.get(id) or id not in losses}
     return plausible, [(id, f"of its training, {reason}") for id, reason in impossible]
-
-
-def _sign_first(loss: float) -> tuple[bool, float]:
-    return loss >= 0, -loss
 
 
 def compute_weight_limit(weights: Sequence[float], ratio: float | None) -> float | None:

@@ -68,7 +68,6 @@ class Presence:
 
         Args:
             least: Number of clients that a round needs; None: one.
-            reason: The field that needs so many.
         """
         count, required = clients - sum(not self.is_present(id, round) for id in self.spans), max(1, least or 1)
         if self.spans and count < required:

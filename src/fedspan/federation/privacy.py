@@ -197,7 +197,6 @@ class CentralPrivacy:
     """Probability that a client is in a cohort."""
     clients: int
     round: int
-    """Number of the round, from 0."""
 
     def clip_contribution(self, contribution: Contribution) -> Tensors:
         """Return the contribution's change, with a norm of at most ``privacy.clip``.

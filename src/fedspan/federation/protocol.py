@@ -164,7 +164,6 @@ class Order:
     """Attempt of the round, from 0."""
     lr: float
     to: str
-    """Id of the client that receives the order."""
     client: Client | None
     """Facts about the client; None if it evaluates the global model."""
     body: bytes

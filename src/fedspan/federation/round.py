@@ -289,11 +289,7 @@ class Round:
         )
 
     def run(self) -> RoundResult:
-        """Run the round; if too few replies are accepted, retry failed clients as often as the rules allow.
-
-        Raises:
-            FedspanError: If too few replies are accepted after all attempts.
-        """
+        """Run the round; if too few replies are accepted, retry failed clients as often as the rules allow."""
         reduced, attempt = self.reduce()
         missed = frozenset[str]()
         if self.context.method.declare_claims().second_exchange:

@@ -33,7 +33,6 @@ class RoundContext:
     target: int
     """Number of replies that the round aims for."""
     rules: ReplyRules
-    """Rules for accepting replies and the round."""
     transport: Transport
     run: str
     task: Literal["train", "second", "statistics"] = "train"

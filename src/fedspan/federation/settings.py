@@ -43,7 +43,6 @@ class RoundSettings:
 
     rounds: int
     cohort: int | None = None
-    """Number of clients selected in each round; None: all."""
     seed: int = 0
     reduction: Reduction = "mean"
     trim: float = 0.1

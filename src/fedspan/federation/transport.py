@@ -66,7 +66,6 @@ class Transport(ABC):
         """Begin a round.
 
         Args:
-            progress: The progress before the round.
             on_trained: Called with every trained job, if the clients are in this process.
 
         Raises:
@@ -92,7 +91,6 @@ class Transport(ABC):
         """Send every client its order and pass on the replies, in any order, until all have arrived or time is up.
 
         Args:
-            orders: The orders.
             on_reply: Called with each reply on arrival; after it returns True, later replies are discarded.
             seconds: Time limit for the clients, in seconds.
             wait_for_offline: Whether to wait for unreachable clients instead of giving them up at once.
@@ -126,8 +124,6 @@ class TimedTransport(Transport):
         """Carry out orders to train, to compute statistics, or to evaluate.
 
         Args:
-            orders: Orders of the exchange.
-            ids: Ids of the clients that carry them out.
             on_reply: Called with each client's reply, in any order.
         """
 
@@ -136,9 +132,6 @@ class TimedTransport(Transport):
         """Return when a client would reply to an order to train.
 
         Args:
-            id: Id of the client.
-            round: Number of the round, from 0.
-            attempt: Attempt of the round, from 0.
             seconds: Time limit, in simulated seconds.
 
         Returns:

@@ -83,7 +83,6 @@ class ValidatedReply:
     contribution: Contribution
     """The reply in the form in which replies are combined."""
     change: Change
-    """Sizes of its change from the untrained reply."""
 
 
 def validate_reply(method: Method, message: Message, client: Client, expected: Message) -> ValidatedReply:

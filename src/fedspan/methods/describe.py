@@ -20,14 +20,7 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """An option of a method, as ``method.<name>`` in a config.
-
-    Args:
-        name: Name of the option.
-        type: Type of its values.
-        default: Value if omitted.
-        help: Description of its effect.
-    """
+    """An option of a method, as ``method.<name>`` in a config."""
 
     name: str
     type: str

@@ -204,6 +204,7 @@ class FedGaLore(RegisteredMethod):
                 self.draw_projector_seed(round),
                 self.moments,
             ),
+            want_moments=self.synchronization != "none",
             decay_base=self.decay_base,
         )
 

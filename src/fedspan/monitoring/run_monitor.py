@@ -33,9 +33,7 @@ _MAX_INTEGER = 1 << 53
 _MAX_POINTS = 400
 """Points of a curve that the page receives; longer curves are thinned out."""
 MAX_CLIENTS = 500
-"""Clients that the page lists."""
 _MAX_FAILURES = 50
-"""Newest failures that the page lists."""
 
 
 def clean_text(text: object, limit: int = _MAX_TEXT) -> str:
@@ -103,7 +101,7 @@ class RunMonitor:
             },
             "curve": self._collect_curve(metric),
             "result": _collect_result(report, metric),
-            "bytes": _collect_bytes(self._last),
+            "bytes": {way: _to_int(_get(self._last, "bytes", way)) or 0 for way in ("down", "up")},
             "privacy": _collect_privacy(self._last, config),
             "clients": clients,
             "client_count": _to_int(progress.get("clients")) or _to_int(_get(config, "partition", "clients")),
@@ -309,10 +307,6 @@ def _collect_result(report: Mapping[str, Any], metric: str) -> dict[str, Any] | 
         if not isinstance(worst, Mapping)
         else {"client": clean_text(worst.get("client"), 200), "score": _to_float(worst.get(metric))},
     }
-
-
-def _collect_bytes(row: Mapping[str, Any]) -> dict[str, int]:
-    return {direction: _to_int(_get(row, "bytes", direction)) or 0 for direction in ("down", "up")}
 
 
 def _collect_privacy(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:

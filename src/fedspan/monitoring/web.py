@@ -39,7 +39,6 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-"""Headers of every response."""
 
 _ASSETS = {
     "/": ("index.html", "text/html"),
@@ -233,7 +232,7 @@ class WebPage:
             {*LOOPBACK, host.lower(), *(name.lower() for name in names)},
             cookie=f"fedspan-{self.port}",
             is_secure=certificate is not None,
-            on_accept=lambda request: connections.accept(_get_client(request), b"viewer", _ALLOWANCE),
+            on_accept=lambda request: connections.accept(request.client, b"viewer", _ALLOWANCE),
         )
         config = uvicorn.Config(
             app,
@@ -289,10 +288,6 @@ def write_redirect(url: str) -> Generator[Path]:
         text = f'<!doctype html><meta http-equiv="refresh" content="0;url={html.escape(url)}"><title>fedspan</title>\n'
         path.write_text(text, encoding="utf-8")
         yield path
-
-
-def _get_client(request: Request) -> tuple[str, int] | None:
-    return None if request.client is None else (request.client.host, request.client.port)
 
 
 def _bind(host: str, port: int, field: str) -> socket.socket:

@@ -141,9 +141,6 @@ def get_accelerator_speed(name: str, dtype: str, utilization: float = UTILIZATIO
         name: Key of ``ACCELERATORS``; case, spaces and hyphens are ignored.
         dtype: Number format of the frozen base: ``float32``, ``float16`` or ``bfloat16``.
         utilization: Share of the peak that training reaches.
-
-    Raises:
-        FedspanError: If the GPU is unknown or lacks this number format, or the share is not in (0, 1].
     """
     key = name.upper().replace(" ", "").replace("-", "")
     if key not in ACCELERATORS:

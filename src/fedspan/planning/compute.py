@@ -62,7 +62,6 @@ class Compute:
     """FLOPs of an example's hidden states at the end of the model's frozen prefix, which a client stores for all later
     passes; 0 without such a prefix or without room for them, where ``example`` includes all FLOPs."""
     step: int
-    """FLOPs of an optimizer step."""
     client: int | None
     """FLOPs of a client's round (of the mean client, if clients differ), without ``once``; None if its number of
     examples is unknown."""
@@ -208,7 +207,6 @@ class LocalTraining:
     """Cost of the clients' training."""
 
     compute: Compute
-    """FLOPs of the training."""
     activations: int
     """Peak bytes of a pass of a batch of the longest examples, without gradients."""
     cache: int
@@ -253,15 +251,16 @@ def compute_training_cost(
     if client is not None and own_examples is not None:
         selected, first = [index for cohort in cohorts for index in cohort], round(once * own_examples)
         run = client * len(selected) + (stored := first * len({*selected}))
-    compute = Compute(length, example, once, example * batch * settings.accumulate, client, run, first, stored)
+    step = example * batch * settings.gradient_accumulation_steps
+    compute = Compute(length, example, once, step, client, run, first, stored)
     return LocalTraining(compute, passes.count_cost(trains, batch, longest, prefix).peak, cache)
 
 
 def _count_round_examples(settings: TrainingSettings, examples: float | None) -> float | None:
     """Return the examples that a client trains on in a round, counting repetitions."""
-    if settings.steps is not None:
-        return settings.steps * settings.batch_size * settings.accumulate
-    return None if examples is None else examples * settings.epochs
+    if settings.local_steps is not None:
+        return settings.local_steps * settings.batch_size * settings.gradient_accumulation_steps
+    return None if examples is None else examples * settings.local_epochs
 
 
 @dataclass(frozen=True)
@@ -269,7 +268,6 @@ class PassCost:
     """Cost of one pass of a batch."""
 
     forward: int
-    """FLOPs of the forward pass."""
     backward: int
     """FLOPs of the backward pass, those of recomputed activations included."""
     peak: int

@@ -39,9 +39,7 @@ class ClientMemory:
     adapter: int
     """Bytes of the method's tensors of the target layers, and of the extras."""
     gradients: int
-    """Bytes of the gradients."""
     optimizer: int
-    """Bytes of the optimizer's moments."""
     activations: int
     """Peak bytes of a forward and backward pass of a batch of examples of the maximum length; fused attention on a GPU
     stores less."""
@@ -143,19 +141,14 @@ class PlannedModel:
     base: int
     """Bytes of the frozen model in its format."""
     passes: PlannedPasses
-    """Costs of its passes."""
 
 
 def prepare_model(config: RunConfig, labels: int, architecture: Mapping[str, Any] | None = None) -> PlannedModel:
     """Build the model of a run without its weights.
 
     Args:
-        config: Config of the run.
         labels: Number of classes in the data; ignored by other tasks.
         architecture: A Transformers config as plain values, in place of the named model's.
-
-    Raises:
-        FedspanError: If the model has no config, or target layers do not exist.
     """
     names = config.data.labels or [str(number) for number in range(labels)]
     adapted = build_empty_model(config, tuple(names), architecture)
@@ -193,8 +186,6 @@ def plan_run(
     """Plan a run.
 
     Args:
-        config: Config of the run.
-        planned: Model of the run.
         clients: Clients of the federation; None: those of ``partition.clients``.
         examples: Examples of the training set; None: unknown.
         length: Mean tokens of an example; None: as many as the config and the model allow.
@@ -306,6 +297,6 @@ def _count_own_examples(config: RunConfig, clients: int, examples: int | None) -
 def _compute_steps(config: RunConfig, own_examples: int | None) -> int | None:
     """Return the optimizer steps of a client in a round; with epochs, of a client with this many examples."""
     settings = config.build_training_settings()
-    if settings.steps is not None:
-        return settings.steps
+    if settings.local_steps is not None:
+        return settings.local_steps
     return None if own_examples is None else compute_private_steps(settings, Job({}, {}, ()), own_examples)

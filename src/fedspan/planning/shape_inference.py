@@ -41,7 +41,6 @@ def _infer_geqrf(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _READS = {"item": 1.0, "__float__": 1.0, "__int__": 1, "__index__": 1, "__bool__": False}
-"""Results of reading a tensor's value."""
 
 
 class _Shapes(TorchFunctionMode):

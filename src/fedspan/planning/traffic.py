@@ -233,7 +233,9 @@ def plan_traffic(
     ]
     # Extras are transmitted alike around every method; FedAvg supports every wrapper.
     beside = count_bytes(FedAvg(spec=replace(method.spec, layers=())), extras.values)
-    head = compute_payload_size(Message(_get_head(adapted, extras))) if head_rounds else 0
+    path = f"{find_output_layer(adapted).path}." if head_rounds else ""
+    trained = {name: value for name, value in extras.values.items() if name.startswith(path)}
+    head = compute_payload_size(Message(trained)) if head_rounds else 0
     rounds, informed = list[RoundTraffic](), set[int]()
     for cohort in cohorts[:head_rounds]:
         rounds.append(RoundTraffic(len(cohort), len(cohort) * extras.bytes, len(cohort) * head))
@@ -253,8 +255,3 @@ def count_head_rounds(config: RunConfig, extras: Extras) -> int:
     """Count the rounds that train the head alone, which is taken to be new."""
     is_random = config.head_kind[0] is None and extras.policy == "average"
     return config.head_rounds if is_random else 0
-
-
-def _get_head(adapted: AdaptedModel, extras: Extras) -> Tensors:
-    path = find_output_layer(adapted).path
-    return {name: value for name, value in extras.values.items() if name.startswith(f"{path}.")}

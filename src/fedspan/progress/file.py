@@ -31,7 +31,6 @@ _COST = 50
 _LONGEST_REASON = 500
 """Longest reason of a failure that the file holds, in characters."""
 _NOTES = 20
-"""Number of notes that the file holds."""
 
 
 class ProgressFile(Listener):

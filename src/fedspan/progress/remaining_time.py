@@ -29,7 +29,6 @@ STAGES: Mapping[StageName, str] = {
     "diagnostics": "diagnostics of the round",
     "export": "exporting",
 }
-"""The stages in words."""
 
 
 def describe_stage(stage: Stage) -> str:
@@ -135,7 +134,6 @@ class Effort:
         """Count a part as finished (``round 3``, ``closing``, ``local-only``); skipped ones are no work.
 
         Args:
-            key: The part.
             best: The best round so far, by which early stopping may end the run; None: unknown.
         """
         self._count_seconds()

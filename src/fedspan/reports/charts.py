@@ -102,7 +102,6 @@ def draw_course(
 
     Args:
         groups: The groups, each drawn as a line (mean over the seeds) and a band (minimum to maximum).
-        percent: Whether the quantity is a share.
         with_baselines: Whether to draw the groups' baselines as level lines; the quantity is the score.
     """
     figure, curves = go.Figure(), [summarize_curve(group, values) for group in groups]

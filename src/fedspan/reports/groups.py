@@ -15,11 +15,7 @@ _SEEDS = ("seed", "baselines")
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Runs of one configuration that differ only in the seed.
-
-    Args:
-        runs: The runs, ordered by seed.
-    """
+    """Runs of one configuration that differ only in the seed."""
 
     label: str
     runs: tuple[RunData, ...]
@@ -67,8 +63,6 @@ class Curve:
     """A quantity by round, over a group's seeds.
 
     Args:
-        low: Minimum over the runs.
-        high: Maximum over the runs.
         bytes: Bytes of a run up to that round, mean over the runs.
         seconds: Seconds of a run up to that round, mean over the runs.
     """

@@ -35,7 +35,6 @@ class PageContent:
         partition: Name of a run, label counts of its clients, and names of the labels; None if the data are not
             available.
         spectra: Name of a run, and the singular values of its adapter's layers, by layer.
-        diagnoses: Diagnoses by label of the group.
     """
 
     partition: tuple[str, Sequence[ClientRow], Sequence[str]] | None = None
@@ -72,7 +71,9 @@ def render_page(groups: Sequence[RunGroup], content: PageContent, title: str, ve
     losses = {run.name: charts.get_losses(run) for run in runs}
     if any(scores.values()):
         figure = charts.draw_course(groups, scores, METRICS[metric].title, percent, with_baselines=True)
-        sections.add_section("Score", sections.add_figure(figure, f"{metric} by round"), _note(groups))
+        bands = "<p>Lines are means over the seeds, bands reach from the least to the most.</p>"
+        note = bands if any(len(group.runs) > 1 for group in groups) else ""
+        sections.add_section("Score", sections.add_figure(figure, f"{metric} by round"), note)
     validation = {run.name: charts.get_validation(run) for run in runs}
     if any(validation.values()):
         selecting = runs[0].config.evaluation.get_selection_metric(metric)
@@ -148,11 +149,6 @@ def _add_diagnostics(sections: _Page, groups: Sequence[RunGroup], diagnoses: Map
         sections.add_section("Diagnostics", *parts, _render_details("How to read", table))
 
 
-def _note(groups: Sequence[RunGroup]) -> str:
-    bands = any(len(group.runs) > 1 for group in groups)
-    return "<p>Lines are means over the seeds, bands reach from the least to the most.</p>" if bands else ""
-
-
 def _render_summary(groups: Sequence[RunGroup]) -> str:
     metric = groups[0].runs[0].metric
     runs = [run for group in groups for run in group.runs]
@@ -211,17 +207,15 @@ def _render_configuration(groups: Sequence[RunGroup]) -> str:
     differing = list_distinguishing_settings(first)
     parts: list[str] = []
     if len(groups) > 1:
-        rows = [(path, *(_format(value) for value in values)) for path, values in differing.items()]
+        rows = [
+            (path, *("-" if value is None else str(value) for value in values)) for path, values in differing.items()
+        ]
         head = ("what differs", *(group.label for group in groups))
         parts.append(_render_table(head, rows) if rows else "<p>All runs have one configuration.</p>")
     for group in groups:
         text = json.dumps(group.runs[0].config.model_dump(mode="json"), indent=1, ensure_ascii=False)
         parts.append(_render_details(group.label, f"<pre>{html.escape(text)}</pre>"))
     return "".join(parts)
-
-
-def _format(value: object) -> str:
-    return "-" if value is None else str(value)
 
 
 def _render_details(title: str, content: str) -> str:

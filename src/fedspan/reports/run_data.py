@@ -29,7 +29,6 @@ class RunData:
 
     Args:
         name: The shortest name of the folder that is unique among the runs on the page.
-        config: Configuration of the run.
         report: Summary of the run; None while it is in progress, or if it was stopped.
         rows: Lines of metrics.jsonl, by round; that of a measured start has round 0.
     """
@@ -98,11 +97,7 @@ class RunData:
 
 
 def read_runs(folders: Sequence[str | Path]) -> tuple[RunData, ...]:
-    """Read the runs in some folders; a folder of a series (compare, sweep, reproduce) stands for all runs below it.
-
-    Raises:
-        FedspanError: If a folder holds no run, or a file of a run is malformed.
-    """
+    """Read the runs in some folders; a folder of a series (compare, sweep, reproduce) stands for all runs below it."""
     resolved: dict[Path, None] = {}
     for folder in folders:
         path = Path(folder)

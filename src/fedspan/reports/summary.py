@@ -34,7 +34,7 @@ def write_sentences(groups: Sequence[RunGroup]) -> tuple[str, ...]:
             _compare_start(ranked[0], metric),
             _describe_baselines(ranked[0], metric),
             _compare_client_means(ranked[0], metric),
-            _compare_second(ranked, metric),
+            f"It is {_compare_groups(ranked[0], ranked[1], metric)}." if len(ranked) > 1 else "",
             _describe_savings(ranked, metric),
             _describe_worst_clients(ranked[0], metric, sign),
             _describe_failures(groups),
@@ -135,10 +135,6 @@ def _compare_client_means(best: RunGroup, metric: str) -> str:
     ]
     compared = f" ({', '.join(others)})" if others else ""
     return f"On their own tests, the clients' mean is {format_score_with_unit(metric, result)}{compared}."
-
-
-def _compare_second(ranked: Sequence[RunGroup], metric: str) -> str:
-    return "" if len(ranked) < 2 else f"It is {_compare_groups(ranked[0], ranked[1], metric)}."
 
 
 def _describe_savings(ranked: Sequence[RunGroup], metric: str) -> str:

@@ -14,7 +14,7 @@ from fedspan.config import override, parse_config
 from fedspan.data import PartitionConfig
 from fedspan.errors import FedspanError
 from fedspan.experiments.tables import Table
-from fedspan.reproduction.presets import Preset, Scale, Where, merge
+from fedspan.reproduction.presets import Preset, Scale, merge
 
 DATA, MODEL, IMAGE_MODEL = "{data}", "{model}", "{image_model}"
 """Placeholders in presets for the data folder, and for the folder of a language model or an image classifier that no
@@ -45,8 +45,6 @@ def list_cells(
     """Return all cells of a preset at a scale.
 
     Args:
-        preset: The table.
-        scale: ``full`` or ``small``.
         data: Replacement for ``{data}`` in paths; None leaves it.
         model: Replacement for ``{model}`` and ``{image_model}``; None leaves them.
         overrides: Changes to all cells, each ``section.field=value``.
@@ -68,7 +66,7 @@ def list_cells(
         for label in preset.get_labels(scale):
             config = shared
             for patch in wheres:
-                if _is_applicable(patch, values, label):
+                if _is_within(values, patch.cells) and (not patch.methods or label in patch.methods):
                     config = merge(config, patch.set)
             entry = preset.methods[label]
             config = merge(config, entry.set)
@@ -141,10 +139,6 @@ def name_row_folders(labels: Iterable[str]) -> dict[str, str]:
 def _build_folder_name(values: Iterable[str]) -> str:
     """Build a folder name from labels: letters, digits and dots stay, everything else becomes dashes."""
     return "-".join(re.sub(r"[^A-Za-z0-9.]+", "-", value).strip("-").lower() for value in values) or "all"
-
-
-def _is_applicable(where: Where, values: Mapping[str, str], label: str) -> bool:
-    return _is_within(values, where.cells) and (not where.methods or label in where.methods)
 
 
 def _is_within(values: Mapping[str, str], cells: Mapping[str, Sequence[str]]) -> bool:

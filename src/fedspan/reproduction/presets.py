@@ -210,12 +210,7 @@ class Preset(PresetPart):
         """Return the values to try at a scale under a protocol.
 
         Args:
-            scale: ``small`` or ``full``.
-            protocol: ``best`` or ``matched``.
             overrides: Changes to all configs, each ``section.field=value``; their fields are not swept.
-
-        Raises:
-            FedspanError: If the preset has no such protocol at this scale.
         """
         if protocol == "best":
             candidates = self.get_sweep(scale)
@@ -293,11 +288,7 @@ def _drop_none(values: Values) -> Values:
 
 @cache
 def load_preset(id: str) -> Preset:
-    """Return a preset.
-
-    Raises:
-        FedspanError: If the id is unknown, or its file does not fit the schema.
-    """
+    """Return a preset."""
     ids = [name for name in _read_texts() if not name.startswith("_")]
     if id not in ids:
         raise FedspanError("ID", id, problem=f"no preset is named {id!r}. {suggest_nearest(id, ids)}")
@@ -305,11 +296,7 @@ def load_preset(id: str) -> Preset:
 
 
 def read_preset(values: Mapping[str, Any], name: str) -> Preset:
-    """Read a preset from plain values.
-
-    Raises:
-        FedspanError: If a value is invalid; it names the first mistake, prefixed with ``name``.
-    """
+    """Read a preset from plain values."""
     with convert_validation_errors(name, Preset):
         return Preset.model_validate(values)
 

@@ -18,13 +18,10 @@ class PlannedCell:
     """Cost of one run of one row in one cell; a sweep and several seeds multiply it."""
 
     cell: str
-    """Name of the cell."""
     method: str
-    """Label of the row."""
     runs: int
     """Number of its runs, including those of the sweep."""
     plan: Plan
-    """Plan of one run."""
 
 
 def dry_run(id: str, *, scale: Scale = "small", overrides: Sequence[str] = ()) -> tuple[PlannedCell, ...]:

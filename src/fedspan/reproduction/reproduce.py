@@ -21,10 +21,9 @@ from fedspan.errors import FedspanError
 from fedspan.experiments.execution import format_command_line, read_settings, reuse_finished_runs
 from fedspan.experiments.run_comparison import compare
 from fedspan.experiments.run_search import sweep
-from fedspan.experiments.series import compute_deviation, compute_mean
+from fedspan.experiments.series import Watcher, compute_deviation, compute_mean
 from fedspan.experiments.series_bar import open_watcher
 from fedspan.experiments.tables import Table, format_markdown, format_mean, format_megabytes, format_seconds
-from fedspan.experiments.watcher import Watcher
 from fedspan.files import convert_disk_errors, write_atomic
 from fedspan.logs import read_lines
 from fedspan.reports.curves import read_curve
@@ -51,8 +50,6 @@ _SETTINGS = {
     "seeds": (list, type(None)),
     "protocol": str,
 }
-_LATER: dict[str, Any] = {"reuse": [], "seeds": None, "protocol": "best"}
-"""Settings that earlier versions did not write."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +57,14 @@ class Reproduction:
     """A reproduced table; ``table.md`` and ``table.json`` in its folder have the same content."""
 
     id: str
-    """Id of the preset."""
     scale: Scale
-    """Scale of the reproduction."""
     seeds: tuple[int, ...]
-    """Seeds of every row."""
     scores: tuple[CellScore, ...]
-    """Scores of all rows in all cells."""
     verdicts: tuple[Judged, ...]
     """Verdicts on the paper's statements."""
     folder: str
-    """Folder with the runs."""
     settings: Table
-    """Table of the settings of the cells."""
     protocol: Protocol = "best"
-    """Protocol of the swept values (``reproduce``)."""
 
     def build_table(self) -> Table:
         """Tabulate the scores for people to read."""
@@ -107,14 +97,10 @@ class Reproduction:
             columns = [score.by_value.get(value, ()) for value in values]
             means = [compute_mean(seed_scores) for seed_scores in zip(*columns, strict=False)]
             cells = [*columns, means]
-            rows.append((score.cell, score.method, *(_format_seeds(score.metric, cell) for cell in cells)))
+            texts = (format_mean(score.metric, compute_mean(cell), compute_deviation(cell)) for cell in cells)
+            rows.append((score.cell, score.method, *texts))
         notes = ("Scores on the held-out examples of each value, and their mean, in which each value counts alike.",)
         return Table(("cell", "method", *values, "mean"), tuple(rows), None, notes)
-
-
-def _format_seeds(metric: str, values: Sequence[float | None]) -> str:
-    """Format the mean and the deviation over the seeds; a dash if a value is missing."""
-    return format_mean(metric, compute_mean(values), compute_deviation(values))
 
 
 def reproduce(
@@ -198,7 +184,7 @@ def resume_reproduction(
     Raises:
         FedspanError: If no reproduction was started in the folder, or for the reasons of ``reproduce``.
     """
-    settings = read_settings(Path(folder), REPRODUCE, _SETTINGS, _LATER)
+    settings = read_settings(Path(folder), REPRODUCE, _SETTINGS)
     existing = [path for path in settings["reuse"] if Path(path).is_dir()]  # other runs are rerun
     with open_watcher(listener, progress) as watcher:
         return _run({**settings, "reuse": existing}, Path(folder), watcher)
@@ -253,7 +239,7 @@ def _open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not path.is_file())):
         raise FedspanError("folder", str(folder), problem=f"{str(folder)!r} holds other files. Choose another folder")
     if path.is_file():
-        stored = read_settings(folder, REPRODUCE, _SETTINGS, _LATER)
+        stored = read_settings(folder, REPRODUCE, _SETTINGS)
         for name in ("id", "scale", "overrides", "protocol"):
             if stored[name] != settings[name]:
                 raise FedspanError(

@@ -81,7 +81,6 @@ class Judged:
 
     statement: str
     better: str
-    """Label of the row that is claimed to be better."""
     worse: str
     metric: str
     verdict: ClaimVerdict

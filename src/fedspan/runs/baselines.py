@@ -82,10 +82,10 @@ def _build_variant(
     lr: float | None,
 ) -> Prepared:
     """Build a baseline on the same model and data: all clients participate in every round and store their moments."""
-    settings = replace(prepared.federation.training, keep_optimizer=True, logit_adjustment=0.0, privacy=None)
-    if lr is not None:
-        settings = replace(settings, optimizer=replace(settings.optimizer, lr=lr))
-    engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, shared_with=prepared.engine)
+    training = prepared.federation.training
+    changes = {"lr": training.lr if lr is None else lr, "optimizer_state": "keep", "logit_adjustment": 0.0}
+    settings = training.model_copy(update=changes)
+    engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, None, shared_with=prepared.engine)
     rounds = replace(config.build_round_settings(), cohort=None, buffered=None)
     federation = simulate(
         config.wrap_method(method, find_new_head(prepared.config, prepared.model)),
@@ -113,7 +113,6 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     Every epoch is saved, and a finished baseline is read instead of trained again.
 
     Args:
-        name: ``local-only`` or ``centralized``.
         folder: The baseline's own folder, inside a run whose lock this process holds.
 
     Returns:

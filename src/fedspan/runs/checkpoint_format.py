@@ -24,7 +24,6 @@ from fedspan.run_folder import RunFolder
 from fedspan.runs.selection import Selection
 
 FORMAT = 7
-"""Version of checkpoint.json."""
 
 
 _STATE, _CLIENTS, _ORDERS, _INDEX = "state.safetensors", "clients.json", "orders.json", "checkpoint.json"
@@ -43,7 +42,6 @@ class Checkpoint:
             their ``commit``.
         inputs: SHA-256 of the run's files that no round changes, by name (``integrity.compute_input_digests``).
         last_replies: Round of the last accepted reply of each client that lost what it stored since then, by client id.
-        open: Orders that asynchronous rounds have sent and that have no reply yet.
     """
 
     state: ServerState

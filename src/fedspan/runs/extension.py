@@ -31,11 +31,7 @@ _ROUNDS, _PATIENCE = ROUNDS_FIELD, "federation.early_stopping"
 
 
 def require_extensible(run_folder: RunFolder, stored: RunConfig, changed: RunConfig) -> None:
-    """Check that a run may continue under another config.
-
-    Raises:
-        FedspanError: If it may not; the error names the field, and what to do.
-    """
+    """Check that a run may continue under another config."""
     changes = list_differences(stored, changed)
     for field, (before, after) in changes.items():
         if field not in (_ROUNDS, _PATIENCE) and not is_resource(field, before, after):

@@ -29,7 +29,6 @@ class FinalScores:
     """Scores of a run's final models.
 
     Args:
-        scores: Scores by part, as in ``RunReport``.
         by_value: Metrics on the held-out examples of each value of ``evaluation.by``.
     """
 
@@ -135,11 +134,6 @@ def _include_validation(prepared: Prepared, best: Progress) -> Federation:
 
     ids = tuple(federation.clients)
     lr = training.compute_lr(best.state.round - 1, federation.settings.rounds)
-    constant = replace(
-        training,
-        optimizer=replace(training.optimizer, lr=lr),
-        schedule="constant",
-        warmup_rounds=0,
-        cycle_rounds=None,
-    )
+    changes = {"lr": lr, "schedule": "constant", "warmup_rounds": 0, "cycle_rounds": None}
+    constant = training.model_copy(update=changes)
     return replace_clients(federation, LazyMapping(ids, build_client)).replace_training(constant)

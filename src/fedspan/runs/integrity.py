@@ -187,7 +187,6 @@ def require_same_base(run_folder: RunFolder, digest: str, argument: str) -> None
 
     Args:
         run_folder: The run folder; a run that was not started yet has no digest to compare with.
-        digest: SHA-256 of the frozen weights.
         argument: The Python argument that holds the models, for the error.
     """
     if run_folder.base.exists() and run_folder.read_json(run_folder.base) != {"sha256": digest}:

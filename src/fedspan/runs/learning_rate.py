@@ -67,9 +67,12 @@ def choose_rate(start: float, losses: tuple[tuple[float, float], ...]) -> float:
 def run_range_test(prepared: Prepared, default: float) -> RangeTest:
     """Run the range test of a prepared run whose clients' examples are in this process."""
     federation, settings = prepared.federation, prepared.federation.training
-    steps = STEPS if settings.steps is None else min(STEPS, settings.steps)
-    short = replace(settings, steps=steps, schedule="constant", warmup_rounds=0, cycle_rounds=None)
-    engine = make_engine(prepared.config, prepared.engine.adapted, prepared.task, short, shared_with=prepared.engine)
+    steps = STEPS if settings.local_steps is None else min(STEPS, settings.local_steps)
+    changes = {"local_steps": steps, "schedule": "constant", "warmup_rounds": 0, "cycle_rounds": None}
+    short = settings.model_copy(update=changes)
+    engine = make_engine(
+        prepared.config, prepared.engine.adapted, prepared.task, short, None, shared_with=prepared.engine
+    )
     if isinstance(engine, BatchedEngine) and isinstance(main := prepared.engine, BatchedEngine):
         engine.stacking = main.stacking
         # The plan that the test measures is that of the run, which follows.
@@ -88,7 +91,7 @@ def _test_rates(prepared: Prepared, trial: Federation, short: TrainingSettings, 
     losses: list[tuple[float, float]] = []
     for exponent in EXPONENTS:
         lr = default * 10 ** (exponent / 2)
-        federation = trial.replace_training(_set_lr(short, lr))
+        federation = trial.replace_training(short.model_copy(update={"lr": lr}))
         try:
             progress = first
             for _ in range(min(ROUNDS, trial.settings.rounds)):
@@ -130,12 +133,8 @@ def load_or_choose(path: Path, find: Callable[[], RangeTest]) -> float:
 
 def set_rate(prepared: Prepared, lr: float) -> Prepared:
     """Return a run whose orders have another peak learning rate."""
-    federation = prepared.federation
-    return replace(prepared, federation=federation.replace_training(_set_lr(federation.training, lr)))
-
-
-def _set_lr(settings: TrainingSettings, lr: float) -> TrainingSettings:
-    return replace(settings, optimizer=replace(settings.optimizer, lr=lr))
+    training = prepared.federation.training.model_copy(update={"lr": lr})
+    return replace(prepared, federation=prepared.federation.replace_training(training))
 
 
 def _compute_validation_loss(prepared: Prepared, progress: Progress) -> float:

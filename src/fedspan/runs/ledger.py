@@ -111,11 +111,7 @@ def read_totals(path: Path) -> Totals:
 
 
 class Ledger:
-    """Records every message of a run as it is sent.
-
-    Raises:
-        FedspanError: If the file is damaged or cannot be opened.
-    """
+    """Records every message of a run as it is sent."""
 
     def __init__(self, path: Path) -> None:
         self.totals = read_totals(path)
@@ -127,7 +123,6 @@ class Ledger:
         """Record a message.
 
         Args:
-            direction: ``down`` or ``up``.
             size: Bytes as serialized (``len(serialization.encode(message))``).
             payload: Bytes of tensor data (``serialization.compute_payload_size(message)``).
         """

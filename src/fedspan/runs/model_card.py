@@ -57,7 +57,8 @@ def write_card(prepared: Prepared, report: RunReport, command: Sequence[str], *,
     parts.append("## Training\n\n" + _list(_describe_training(prepared, report)))
     parts.append("## Scores\n\n" + _describe_scores(report))
     if report.privacy:
-        parts.append("## Privacy\n\n" + _list(_describe_privacy(report)))
+        facts = {key: str(value) for key, value in report.privacy.items() if isinstance(value, str | int | float)}
+        parts.append("## Privacy\n\n" + _list(facts))
     if is_plain_module(model) and config.task_definition.columns is not None:
         parts.append("## Use\n\n" + _describe_plain_use(base, adapter))
     else:
@@ -155,10 +156,6 @@ def _describe_scores(report: RunReport) -> str:
             numbers = ", ".join(f"{METRICS[name].title} {scores[name]:.4f}" for name in order_metrics(scores))
             rows.append(f"- {title}: {numbers}")
     return ("\n".join(rows) or "Nothing was held out.") + "\n"
-
-
-def _describe_privacy(report: RunReport) -> dict[str, str]:
-    return {key: str(value) for key, value in report.privacy.items() if isinstance(value, str | int | float)}
 
 
 def _format_results(prepared: Prepared, report: RunReport) -> list[EvalResult]:

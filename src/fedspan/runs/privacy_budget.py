@@ -71,9 +71,6 @@ class Budget:
     Args:
         kept: Result of ``dump``, for a resumed run.
         path: File of what unfinished rounds have cost; None: nothing is stored.
-
-    Raises:
-        FedspanError: If Opacus is not installed, or the file is damaged.
     """
 
     def __init__(self, config: RunConfig, stored: str = "{}", path: Path | None = None, finished: int = 0) -> None:

@@ -123,11 +123,7 @@ def read_partition(folder: str | Path) -> Partition:
 
 
 def require_client(folder: str | Path, client: str) -> None:
-    """Check that a run has a client.
-
-    Raises:
-        FedspanError: If it has not; the error names the nearest ids.
-    """
+    """Check that a run has a client."""
     ids = [part.id for part in read_partition(folder).clients]
     if client not in ids:
         raise FedspanError(

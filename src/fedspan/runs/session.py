@@ -65,7 +65,7 @@ class Session:
         engine = self.prepared.engine
         self.listener.on_start(self.prepared, 0 if progress is None else progress.state.round, resumed)
         if self.prepared.config.training.lr == "auto":
-            lr = federation.training.optimizer.lr
+            lr = federation.training.optimizer_spec.lr
             self.listener.on_note(f"training.lr is {lr:g}, by a range test ({self.run_folder.learning_rate.name})")
         if progress is None:
             with without_stacking_plan(engine):

@@ -84,9 +84,6 @@ def run(
         build: Builds the run from the config, the partition that the run was started with, if any, the
             secret key of its noise, if any, and the stages that it reports to.
         progress_file: The run's progress file, if the listener passes events on to it already; None: it is created.
-
-    Raises:
-        FedspanError: If the run fails for a reason that the user can correct.
     """
     listener = listener or Listener()
     if progress_file is None:
@@ -264,7 +261,7 @@ def _finish(session: Session, progress: Progress) -> RunReport:
             *find_divergence(
                 read_lines(run_folder.metrics),
                 prepared.task.metric,
-                prepared.federation.training.optimizer.lr,
+                prepared.federation.training.optimizer_spec.lr,
                 compute_guess_loss(prepared.task),
                 session.start_scores,
             ),

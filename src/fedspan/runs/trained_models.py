@@ -13,7 +13,6 @@ from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
 from fedspan.federation.progress import Progress
 from fedspan.files import build_folder_name
-from fedspan.models.adapted import AdaptedModel
 from fedspan.models.export import BASE_DIGEST, compute_layer_updates, export_adapter, get_job_extras
 from fedspan.models.names import FROM_PYTHON
 from fedspan.models.plain import has_name, is_plain_module, write_state_dict
@@ -70,7 +69,9 @@ def write_model(
         pooled = adapted.model if isinstance(adapted.model, PooledClassifier) else None
         assert built.lora_config is not None, "only workers, which export nothing, build models without PEFT"
         is_served = trainer.config.task_definition.columns is not None  # by fedspan, not by the trainers' owners
-        if is_served and trainer.base_digest is not None and not _has_quantized_layers(adapted):
+        # Quantized target layers are merged into their weights before quantization.
+        is_quantized_base = any(is_quantized(layer.module) for layer in adapted.layers.values())
+        if is_served and trainer.base_digest is not None and not is_quantized_base:
             notes[BASE_DIGEST] = trainer.base_digest()
         export_adapter(folder, updates, extras, adapted.operators, built.lora_config, notes, pooled)
         if is_served and is_plain_module(adapted.model):
@@ -82,8 +83,3 @@ def write_model(
     features = getattr(getattr(adapted.model, "config", None), "hidden_size", None)
     if (definition.is_embedding or definition.columns is None) and pooling is not None and features is not None:
         write_modules(folder, pooling, features, trainer.task_settings.max_length)
-
-
-def _has_quantized_layers(adapted: AdaptedModel) -> bool:
-    """Check whether a model has quantized target layers, which are merged into their weights before quantization."""
-    return any(is_quantized(layer.module) for layer in adapted.layers.values())

@@ -100,7 +100,8 @@ def evaluate(
     if generate and require_packages is not None:
         require_packages()
     if data is not None:
-        source = None if isinstance(data, str | Path) else _load_examples(data)
+        sources = {} if isinstance(data, str | Path) else read_objects(data, 0).sources
+        source = sources.get("test", sources.get("train"))
         rows, skipped = _load_labeled(
             build_file_config(
                 IN_MEMORY if source else data, task_settings, _change_columns(task_settings, columns, roles, overrides)
@@ -163,11 +164,6 @@ def build_file_config(data: str | Path, task_settings: TaskSettings, columns: Ma
         mistake = convert_validation_error(error)
         field = "data" if mistake.field in ("config", "train") else mistake.field
         raise mistake.relocate(field, str(data)) from None
-
-
-def _load_examples(data: Any) -> Source:
-    sources = read_objects(data, 0).sources
-    return sources.get("test", sources["train"])
 
 
 def _load_held_out_examples(folder: str | Path, adapter: Path, data: Any) -> datasets.Dataset:

@@ -49,14 +49,11 @@ class Served:
     """A trained model, ready to predict.
 
     Args:
-        folder: Folder of the adapter or the merged model.
         notes: The content of its fedspan.json.
         task_settings: The part of the notes that describes the model's task.
         model: Base and adapter (a ``PeftModel``), or a merged model; in eval mode, on ``device``.
         processor: The model's tokenizer or image processor; None: it has none.
         task: The learning problem, with tokenizer, labels and maximum length.
-        device: The device that the model computes on.
-        revision: Revision of a base from the hub.
         pretrained: The pretrained model of one without an adapter to switch off, if it was passed from Python and the
             task compares with it.
     """
@@ -163,7 +160,6 @@ def load_served(
     Args:
         folder: A run folder, an exported adapter or an exported merged model.
         client: The client whose model is loaded; required if every client of the run has its own.
-        device: ``auto``, or a device as in a config.
         quantized: Whether a base that was quantized to 4 or 8 bits in training is loaded quantized.
         objects: The base that the model was trained on and its tokenizer, if they were passed from Python. A plain
             module takes all weights from its state dict, so its own may be others.

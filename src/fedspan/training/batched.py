@@ -32,7 +32,7 @@ from fedspan.training.batching import (
     stack_on_shared_examples,
 )
 from fedspan.training.engine import FinishJob, OpenJob
-from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings, convert_out_of_memory
+from fedspan.training.jobs import Assignment, PrefixSettings, Privacy, TrainingSettings, convert_out_of_memory
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCaches
 from fedspan.training.services import join_features
@@ -63,12 +63,13 @@ class BatchedEngine:
         padding_free: bool = True,
         stages: Stages | None = None,
         rounds: int | None = None,
+        privacy: Privacy | None = None,
     ) -> None:
         self.rounds = rounds
         self.on_plan: Callable[[StackingPlan], None] | None = None
         """Receives the stacking plan before the first training that uses it; None: there is no receiver."""
         self.stages = stages or Stages()
-        self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
+        self.adapted, self.task, self.settings, self.seed, self.privacy = adapted, task, settings, seed, privacy
         self.request = request or StackingRequest()
         self.stacking: StackingPlan | None = None
         """The stacking plan; known from the first round on, or set beforehand."""
@@ -76,7 +77,7 @@ class BatchedEngine:
         """The time that is left for measuring stacking plans, which the engines of a run share."""
         self.refusal_elsewhere: str | None = None
         """``refusal`` of an engine in another process that trains this one's clients; None: there is none."""
-        loop = LoopEngine(adapted, task, settings, seed, prefix, padding_free, self.stages)
+        loop = LoopEngine(adapted, task, settings, seed, prefix, padding_free, self.stages, privacy)
         self._workers = [Worker(loop)]
         self._predicts_alone = False  # models could not share a pass
 
@@ -311,7 +312,8 @@ class BatchedEngine:
     def _get_workers(self, count: int) -> Sequence[Worker]:
         """Return ``count`` workers, all with the current base."""
         while len(self._workers) < max(1, count):
-            loop = LoopEngine(self.adapted.create_replica(), self.task, self.settings, self.seed, stages=self.stages)
+            model, privacy = self.adapted.create_replica(), self.privacy
+            loop = LoopEngine(model, self.task, self.settings, self.seed, stages=self.stages, privacy=privacy)
             loop.padding = self._workers[0].loop.padding.create_replica(loop.adapted)
             loop.prefixes = self._workers[0].loop.prefixes.create_replica(loop.adapted, loop.padding)
             loop.features = self._workers[0].loop.features

@@ -76,14 +76,14 @@ def draw_job_batches(
 ) -> Iterator[np.ndarray]:
     """Yield an assignment's batches: epochs or steps as set by its job, or else by the run; one epoch for a probe."""
     job = assignment.job
-    steps = settings.steps if job.steps is None and job.epochs is None else job.steps
-    epochs = settings.epochs if job.epochs is None else job.epochs
+    steps = settings.local_steps if job.steps is None and job.epochs is None else job.steps
+    epochs = settings.local_epochs if job.epochs is None else job.epochs
     return draw_training_batches(
         assignment.indices,
         examples.lengths,
         batch_size=settings.batch_size,
         epochs=1 if job.steps == 0 else epochs,
-        batches=steps * settings.accumulate if steps else None,
+        batches=steps * settings.gradient_accumulation_steps if steps else None,
         seed=seed,
         key=(assignment.round, assignment.client, job.phase),
         group_by_length=settings.group_by_length,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ def _copy_to(device: torch.device, value: Tensor) -> Tensor:
 
 
 class ClientSlot:
-    """A client's tensors, moments and position in its batches.
+    """A client's tensors, moments and position in its batches; ``place_rows`` fills its rows.
 
     Args:
         examples: The data set that its indices point into.
@@ -79,29 +80,30 @@ class ClientSlot:
         self.costs = [int(examples.lengths[batch].max()) for batch in self.batches]
         self.batches_done = 0  # batches used so far
         self.steps = 0  # optimizer steps so far
-        self.values = layout.copy_row(job.tensors, device)
         self.frozen = {
             name: _copy_to(device, value) if name in job.buffers else shared.get(name, value, device)
             for name, value in _order(job.tensors).items()
             if name not in layout.names
         }
         self._names = tuple(_order(job.tensors))
+        self._returns_moments = job.want_moments or settings.keep_optimizer
         state = join_states(assignment.moments, job.optimizer_state) or OptimizerState()
         self._initial = state
         names = ("exp_avg", "exp_avg_sq") if self.spec.name == "adamw" else ("momentum_buffer",)
-        kinds = names if self.spec.name == "adamw" or self.spec.momentum else ()
-        self.moments = {kind: layout.copy_row(state.moments.get(kind, {}), device) for kind in kinds}
+        self.moments = names if self.spec.name == "adamw" or self.spec.momentum else ()  # kinds, which name rows
         first = state.moments.get("exp_avg", {})
         self.counts = np.array([state.steps.get(name, 0) for name in layout.names], dtype=np.int64)
         # If the first moment starts at zero and the second one is handed over, the first is corrected from here on.
         self.steps_before = np.array([0 if n in first else state.steps.get(n, 0) for n in layout.names], dtype=np.int64)
-        self.mask = layout.copy_row(job.masks, device, missing=1.0) if job.masks else None
+        optional = {"mask": job.masks, "offset": job.gradient_offset}
+        self.sources = {"values": job.tensors, **{kind: state.moments.get(kind, {}) for kind in self.moments}}
+        self.sources |= {name: tensors for name, tensors in optional.items() if tensors}
+        # On the device, (P,): those of `sources`, `gathered` (gradient of a step's batches), `gradient` (of all steps).
+        self.rows: dict[str, Tensor] = {}
+        self._changed = set(job.buffers)  # names in `frozen` whose values may differ from the job's
         self.penalties = tuple(penalty.to(device) for penalty in job.penalties)
-        self.offset = layout.copy_row(job.gradient_offset, device) if job.gradient_offset else None
         self.kind = 0  # clients of one kind can share a pass; set by the engine
-        self.gathered: Tensor | None = None  # summed gradient of one step's micro-batches
-        self.gradient: Tensor | None = None  # sum of the raw gradients
-        self._losses: list[Tensor] = []
+        self.losses: list[Tensor] = []  # of the batches so far, scalars that are read when the job has ended
 
     @property
     def is_probe(self) -> bool:
@@ -126,14 +128,15 @@ class ClientSlot:
     @property
     def share(self) -> float:
         """Weight of the next batch in its step's gradient."""
-        return len(self.batch) / len(self.assignment.indices) if self.is_probe else 1 / self.settings.accumulate
+        steps = self.settings.gradient_accumulation_steps
+        return len(self.batch) / len(self.assignment.indices) if self.is_probe else 1 / steps
 
     def get_grouping_key(self) -> tuple[object, ...]:
         """Return the grouping key: clients with equal keys can share a pass."""
         job = self.assignment.job
         shapes = tuple((name, value.shape, value.dtype) for name, value in self.frozen.items())
         parametrization = tuple(job.parametrization.items())
-        return self.layout, parametrization, shapes, job.buffers, self.spec, self.is_probe, self.mask is None
+        return self.layout, parametrization, shapes, job.buffers, self.spec, self.is_probe, not job.masks
 
     def has_equal_steps(self, active: np.ndarray) -> bool:
         """Return whether AdamW, with both bias corrections, has taken equally many steps with all moments.
@@ -147,66 +150,91 @@ class ClientSlot:
 
     def get_tensors(self) -> dict[str, Tensor]:
         """Return the current tensors of the job; trainable ones are views."""
-        trainable = self.layout.split_views(self.values)
+        trainable = self.layout.split_views(self.rows["values"])
         return {name: trainable[name] if name in trainable else self.frozen[name] for name in self._names}
 
     def get_moment(self, kind: str, name: str) -> Tensor:
         """Return a view of one tensor's moment; writing to it changes the optimizer."""
-        return self.layout.split_views(self.moments[kind])[name]
+        return self.layout.split_views(self.rows[kind])[name]
 
     def update_tensors(self, live: Mapping[str, Tensor]) -> None:
         """Copy in tensors that were changed outside (by a projector refresh), new names included."""
-        trainable = self.layout.split_views(self.values)
+        trainable = self.layout.split_views(self.rows["values"])
         for name, value in live.items():
             if name in trainable:
                 trainable[name].copy_(value.detach())
             else:
                 self.frozen[name] = value.detach().clone()  # extras live in the model, which other clients will use
+                self._changed.add(name)
         self._names = (*self._names, *(name for name in live if name not in self._names))
 
-    def pop_gathered(self) -> Tensor:
-        """Return the gradient of the completed step, (P,), and reset it for the next step."""
-        assert self.gathered is not None
-        gradient, self.gathered = self.gathered, None
-        return gradient
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient (P,) to a row of that name, which may not exist yet."""
+        self.rows[name] = self.rows[name] + gradient if name in self.rows else gradient
 
-    def record_loss(self, loss: Tensor) -> None:
-        """Record the loss of the last batch, a scalar that is read when the job has ended."""
-        self._losses.append(loss)
-        self.batches_done += 1
+    def list_results(self) -> dict[str, Tensor]:
+        """Return what the job's result needs from the device, by the name of a row or tensor."""
+        kinds = self.moments if self.steps and self._returns_moments else ()
+        names = [name for name in ("values", *kinds, "gradient") if name in self.rows]
+        return {**select(self.rows, names), **select(self.frozen, sorted(self._changed))}
 
-    def build_result(self) -> Trained:
-        """Return the result of the job."""
+    def build_result(self, losses: Sequence[float], read: Mapping[str, Tensor]) -> Trained:
+        """Return the result of the job, from the losses of its batches and ``list_results`` on the CPU."""
         assignment = self.assignment
-        losses = torch.stack(self._losses).double().tolist()
         for value in losses:
             if not math.isfinite(value):
                 raise build_not_finite_error(assignment, value)
         sizes = [len(batch) for batch in self.batches]
-        moments = {kind: dict(values) for kind, values in self._initial.moments.items()}
+        initial = self._initial.moments if self._returns_moments else {}
+        moments = {kind: dict(values) for kind, values in initial.items()}
         counts = dict(self._initial.steps)
         taken = [group.count_steps(self.steps) for group in self.layout.groups]
         stepped = [name for name, steps in zip(self.layout.names, taken, strict=True) if steps]
         if stepped:
             steps = dict(zip(self.layout.names, self.counts.tolist(), strict=True))
             counts.update({name: steps[name] for name in stepped})
-            for kind, row in self.moments.items():
-                moments.setdefault(kind, {}).update(select(self.layout.split_views(row.cpu()), stepped))
-        row = self.layout.split_views(self.values.cpu())  # a row is one copy
-        gradient: dict[str, Tensor] = {}
-        if self.gradient is not None:
-            gradient = self.layout.split_views((self.gradient / max(1, self.steps)).cpu())
+            for kind in self.moments if self._returns_moments else ():
+                moments.setdefault(kind, {}).update(select(self.layout.split_views(read[kind]), stepped))
+        tensors = {**assignment.job.tensors, **read, **self.layout.split_views(read["values"])}
+        gradient = read.get("gradient")
         return Trained(
-            tensors=_copy({name: row[name] if name in row else self.frozen[name] for name in self._names}),
+            tensors=_copy(select(tensors, self._names)),
             optimizer_state=OptimizerState({kind: _copy(values) for kind, values in moments.items()}, counts),
             steps=self.steps,
             lr_sum=assignment.lr * self.steps,
-            gradient=_copy(gradient),
+            gradient={} if gradient is None else _copy(self.layout.split_views(gradient / max(1, self.steps))),
             metrics={
                 "loss": sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes),
                 "examples": float(sum(sizes)),
             },
         )
+
+
+def place_rows(slots: Iterable[ClientSlot], device: torch.device) -> None:
+    """Fill the rows of opened slots, those of one layout together (``Layout.copy_rows``)."""
+    groups: dict[tuple[Layout, str], list[ClientSlot]] = {}
+    for slot in slots:
+        for name in slot.sources:
+            groups.setdefault((slot.layout, name), []).append(slot)
+    for (layout, name), group in groups.items():
+        rows = layout.copy_rows([slot.sources[name] for slot in group], device, float(name == "mask"))
+        for slot, row in zip(group, rows, strict=True):
+            slot.rows[name] = row
+
+
+def build_results(slots: Sequence[ClientSlot]) -> Iterator[Trained]:
+    """Yield the results of clients of one kind; what they have by the same name leaves an accelerator in one copy."""
+    if not slots:
+        return
+    losses = iter(torch.stack([loss for slot in slots for loss in slot.losses]).double().tolist())
+    parts = [slot.list_results() for slot in slots]
+    if slots[0].rows["values"].device.type != "cpu":
+        for name in dict.fromkeys(name for part in parts for name in part):
+            owners = [part for part in parts if name in part]
+            for part, row in zip(owners, torch.stack([part[name] for part in owners]).cpu(), strict=True):
+                part[name] = row
+    for slot, part in zip(slots, parts, strict=True):
+        yield slot.build_result(list(islice(losses, len(slot.losses))), part)
 
 
 def _order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -36,18 +36,18 @@ from fedspan.training.services import TrainingServices, draw_dropout_mask
 
 def compute_expected_batch(settings: TrainingSettings, count: int) -> int:
     """Compute the average number of examples of an optimizer step for a client with ``count`` examples."""
-    return min(count, settings.batch_size * settings.accumulate)
+    return min(count, settings.batch_size * settings.gradient_accumulation_steps)
 
 
 def compute_private_steps(settings: TrainingSettings, job: Job, count: int) -> int:
     """Compute the optimizer steps of a job over ``count`` examples: as many as without privacy."""
     if not count:
         return 0
-    steps = settings.steps if job.steps is None and job.epochs is None else job.steps
+    steps = settings.local_steps if job.steps is None and job.epochs is None else job.steps
     if steps:
         return steps
-    epochs = settings.epochs if job.epochs is None else job.epochs
-    return math.ceil(math.ceil(count / settings.batch_size) * epochs / settings.accumulate)
+    epochs = settings.local_epochs if job.epochs is None else job.epochs
+    return math.ceil(math.ceil(count / settings.batch_size) * epochs / settings.gradient_accumulation_steps)
 
 
 def compute_noise(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job], count: int) -> float:
@@ -173,7 +173,7 @@ class PrivateTraining:
             Unstackable: If several examples share a batch that takes several passes of the model.
         """
         trainer, count = self.trainer, len(indices)
-        rate = trainer.settings.dropout
+        rate = trainer.settings.lora_dropout
         if not rate:
             return
         if count > 1 and getattr(trainer.task, "has_several_passes", False):

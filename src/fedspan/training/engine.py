@@ -12,7 +12,7 @@ from fedspan.core.values import Job, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import ModelInputs
-from fedspan.training.jobs import Assignment, TrainingSettings
+from fedspan.training.jobs import Assignment, Privacy, TrainingSettings
 from fedspan.training.prefix import PrefixCaches
 from fedspan.training.stages import Stages
 
@@ -81,6 +81,11 @@ class Engine(Predictor, Protocol):
     @property
     def settings(self) -> TrainingSettings:
         """Settings of local training."""
+        ...
+
+    @property
+    def privacy(self) -> Privacy | None:
+        """Privacy of the run, if it has any."""
         ...
 
     @property

@@ -7,15 +7,17 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
 import torch
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from fedspan.core.noise import derive_seed_key
 from fedspan.core.values import Job, OptimizerSpec, OptimizerState
 from fedspan.errors import FedspanError
+from fedspan.section import Section
 from fedspan.training.accounting import Accounting
 
 
@@ -36,37 +38,93 @@ class Privacy:
     """Whether the key is secret; if so, noise also depends on what it is added to, so that it is never reused."""
 
 
-@dataclass(frozen=True)
-class TrainingSettings:
-    """Settings of local training: those of the config section ``training``, if they have no description here."""
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
-    optimizer: OptimizerSpec
-    """Algorithm and hyperparameters; ``lr`` is the peak of the schedule."""
+
+class TrainingSettings(Section):
+    """Local training of one client in one round: the config section ``training``."""
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """SGD uses training.momentum."""
+    lr: float | Literal["auto"] = 2e-3
+    """Peak learning rate. auto: selected before the first round by a range test, which trains a few steps with each of
+    several rates and selects the lowest loss on the clients' validation parts. Only for clients in this process,
+    without privacy."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_rounds: int = 0
-    min_lr: float = 0.0
-    cycle_rounds: int | None = None
-    """Rounds after which a schedule restarts (SGDR, arXiv:1608.03983); None: it falls once."""
-    batch_size: int = 16
-    accumulate: int = 1
-    """Number of passes in one optimizer step."""
-    epochs: int = 1
-    """Local epochs a round, unless ``steps`` is given."""
-    steps: int | None = None
-    max_grad_norm: float = 1.0
-    keep_optimizer: bool = False
-    """Whether a client's moments persist between its rounds, unless its tensors were re-initialized."""
-    dropout: float = 0.0
-    """Dropout rate on the adapters' input (PEFT's ``lora_dropout``)."""
+    """Schedule of the learning rate across rounds."""
+    warmup_rounds: int = Field(default=0, ge=0)
+    """Rounds of linear warm-up."""
+    min_lr: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Final learning rate of a schedule; at most lr."""
+    cycle_rounds: int | None = Field(default=None, ge=1)
+    """Rounds after which a schedule restarts."""
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    """Momentum of SGD."""
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
+    """Betas of AdamW."""
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    """Epsilon of AdamW."""
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight decay: decoupled for AdamW, L2 for SGD."""
+    batch_size: int = Field(default=16, ge=1)
+    """Examples per forward and backward pass."""
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    """Passes per optimizer step."""
+    local_epochs: int = Field(default=1, ge=1)
+    """Epochs over a client's examples per round."""
+    local_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps per round, instead of local_epochs."""
+    max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Norm to which gradients are clipped; 0: no clipping."""
+    optimizer_state: Literal["reset", "keep"] = "reset"
+    """reset: re-initialize a client's moments every round. keep: store them on the client."""
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the adapters' input."""
+    logit_adjustment: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """For clients with different classes: add this multiple of the logarithm of a class's share of the client's
+    examples to its logit in local training, so that a client does not unlearn classes that it lacks (logit calibration;
+    usually 1). 0: off."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of a target that is spread over all classes (language models: over the vocabulary) in training, as in
+    torch.nn.CrossEntropyLoss. With several labels each is spread over its two answers. For tasks whose targets are
+    labels, tags or tokens."""
+    class_weights: Literal["none", "balanced"] | dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = "none"
+    """Classification and tags: weights of classes in the loss, as in torch.nn.CrossEntropyLoss. balanced: by the counts
+    of the client's own examples (tags: words), as in scikit-learn, so that no client learns those of others. Or weights
+    by label, the same for all clients; other labels have weight 1. With several labels: of the examples that have the
+    label (pos_weight of torch.nn.BCEWithLogitsLoss); balanced: examples without it over those with it."""
+    checkpoint_steps: int | None = Field(default=None, ge=1)
+    """Nodes of a deployment: optimizer steps after which a node stores the progress of its training. A node that is
+    killed within a round, and is back before the server has given up its order, then continues after the last
+    checkpoint with the same bits. Not with privacy.mechanism: dp-sgd, and not on nodes with trainers of their own. A
+    simulation continues after its last round."""
+    checkpoint_minutes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """As checkpoint_steps, after a number of minutes; with both, whichever comes first."""
     group_by_length: bool = True
-    """Use batches of similar length, drawn from windows of a few shuffled batches."""
-    logit_adjustment: float = 0.0
-    label_smoothing: float = 0.0
-    class_weights: Literal["none", "balanced"] | tuple[tuple[str, float], ...] = "none"
-    """As in the config, where weights are pairs of a label and its weight."""
-    privacy: Privacy | None = None
-    """Privacy settings of the run; with ``dp-sgd``, batches are Poisson samples of ``batch_size * accumulate`` examples
-    on average, and ``max_grad_norm`` has no effect."""
+    """Put texts of similar length into a batch, which reduces padding."""
+
+    @field_validator("lr", mode="before")
+    @classmethod
+    def _parse_lr(cls, value: object) -> object:
+        try:
+            positive = value == "auto" or (not isinstance(value, bool) and 0 < float(value) < math.inf)  # pyright: ignore
+        except (TypeError, ValueError):
+            positive = False
+        if not positive:
+            raise ValueError("a number above 0, or auto")
+        return value if value == "auto" else float(value)  # pyright: ignore
+
+    @field_validator("min_lr")
+    @classmethod
+    def _validate_min_lr(cls, value: float, info: ValidationInfo) -> float:
+        if info.data.get("lr") != "auto" and value > info.data.get("lr", value):
+            raise ValueError(f"at most training.lr, {info.data['lr']:g}")
+        return value
+
+    @property
+    def optimizer_spec(self) -> OptimizerSpec:
+        """Algorithm and hyperparameters; ``lr``, a number by now, is the peak of the schedule."""
+        return OptimizerSpec(self.optimizer, float(self.lr), self.momentum, self.betas, self.eps, self.weight_decay)
 
     def compute_workload(self, count: int, added_epochs: int = 0) -> int:
         """Return how many examples a client trains on in a round, counting repeated uses.
@@ -74,13 +132,13 @@ class TrainingSettings:
         Args:
             added_epochs: Epochs that the method adds (the sum of ``Method.list_added_epochs``).
         """
-        if self.steps is None:
-            return (self.epochs + added_epochs) * count
-        return self.steps * min(count, self.batch_size * self.accumulate) + added_epochs * count
+        if self.local_steps is None:
+            return (self.local_epochs + added_epochs) * count
+        return self.local_steps * min(count, self.batch_size * self.gradient_accumulation_steps) + added_epochs * count
 
     def compute_lr(self, round: int, rounds: int) -> float:
         """Compute the learning rate of a round (counted from 0) of ``rounds``."""
-        peak = self.optimizer.lr
+        peak = float(self.lr)
         if round < self.warmup_rounds:
             return peak * (round + 1) / (self.warmup_rounds + 1)
         position, length = round - self.warmup_rounds, max(1, rounds - self.warmup_rounds)

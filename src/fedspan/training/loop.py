@@ -38,7 +38,7 @@ class LoopEngine(TrainingServices):
     @cached_property
     def private(self) -> PrivateTraining | None:
         """Training by DP-SGD; None without it."""
-        privacy = self.settings.privacy
+        privacy = self.privacy
         return None if privacy is None or privacy.mechanism != "dp-sgd" else PrivateTraining(self, privacy)
 
     def train(self, assignment: Assignment, examples: Examples) -> Trained:
@@ -86,7 +86,7 @@ class LoopEngine(TrainingServices):
 
         batches = draw_job_batches(settings, self.seed, assignment, examples)
         for batch_indices in islice(batches, totals.passes, None):
-            if job.refresh is not None and totals.passes % settings.accumulate == 0:
+            if job.refresh is not None and totals.passes % settings.gradient_accumulation_steps == 0:
                 refresh_projectors(self, job, live, optimizer, totals.steps, examples, batch_indices)
             self.set_dropout(assignment, totals.passes)
             batch = self.make_batch(examples, [(assignment, totals.passes, batch_indices.tolist())])
@@ -101,12 +101,12 @@ class LoopEngine(TrainingServices):
                 raise build_not_finite_error(assignment, value)
             totals.loss_sum += value * len(batch_indices)
             totals.examples += len(batch_indices)
-            share = len(batch_indices) / len(indices) if is_probe else 1 / settings.accumulate
+            share = len(batch_indices) / len(indices) if is_probe else 1 / settings.gradient_accumulation_steps
             (loss * share).backward()
             totals.passes += 1
             pending += 1
             self.stages.advance("training", len(batch_indices))
-            if is_probe or totals.passes % settings.accumulate:
+            if is_probe or totals.passes % settings.gradient_accumulation_steps:
                 continue
             finish_step()
             pending = 0

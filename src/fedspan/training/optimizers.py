@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fedspan.core.smoothing import smooth
-from fedspan.core.tensors import to_device
+from fedspan.core.tensors import Tensors, to_device
 from fedspan.core.values import Group, Job, OptimizerSpec, OptimizerState
 from fedspan.training.jobs import Assignment, TrainingSettings
 
@@ -20,7 +20,7 @@ from fedspan.training.jobs import Assignment, TrainingSettings
 def build_optimizer_spec(assignment: Assignment, settings: TrainingSettings) -> OptimizerSpec:
     """Return the optimizer settings of a job."""
     changes = {"lr": assignment.lr, **assignment.job.optimizer}
-    return replace(settings.optimizer, **changes)  # pyright: ignore[reportArgumentType]
+    return replace(settings.optimizer_spec, **changes)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True)
@@ -243,17 +243,24 @@ class Layout:
         """Number of elements of each tensor."""
         return [shape.numel() for shape in self.shapes]
 
-    def copy_row(self, tensors: Mapping[str, Tensor], device: torch.device, missing: float = 0.0) -> Tensor:
-        """Copy a client's tensors into a row (P,); a missing tensor is filled with ``missing``."""
-        if tensors.keys().isdisjoint(self.names):
-            return torch.full((sum(self.sizes),), missing, dtype=self.dtype, device=device)
+    def copy_rows(self, clients: Sequence[Tensors], device: torch.device, missing: float = 0.0) -> list[Tensor]:
+        """Copy clients' tensors into a row (P,) each; missing tensors are filled with ``missing``.
+
+        Clients with the same tensor objects share the copy to the device.
+        """
+        first = clients[0]
+        if any(tensors.get(name) is not first.get(name) for tensors in clients for name in self.names):
+            return [row for tensors in clients for row in self.copy_rows([tensors], device, missing)]
+        if first.keys().isdisjoint(self.names):
+            return [torch.full((sum(self.sizes),), missing, dtype=self.dtype, device=device) for _ in clients]
         parts = [
-            tensors[name].detach().to(self.dtype).reshape(-1)
-            if name in tensors
+            first[name].detach().to(self.dtype).reshape(-1)
+            if name in first
             else torch.full((size,), missing, dtype=self.dtype)
             for name, size in zip(self.names, self.sizes, strict=True)
         ]
-        return to_device(torch.cat(parts), device)  # in one copy
+        row = to_device(torch.cat(parts), device)  # in one copy
+        return [row, *(row.clone() for _ in clients[1:])]
 
     def split_views(self, rows: Tensor) -> dict[str, Tensor]:
         """Return views of the tensors inside rows (C, P), each (C, ...), or inside one row (P,)."""

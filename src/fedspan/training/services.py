@@ -23,7 +23,7 @@ from fedspan.tasks.single_label import compute_class_offsets, compute_class_weig
 from fedspan.tasks.task import Examples, LabelsWords, Task, get_labels
 from fedspan.training.batching import ModelInputs, Padding, split_evaluation_batches
 from fedspan.training.features import FeatureStore, trains_output_layer
-from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings, convert_out_of_memory
+from fedspan.training.jobs import Assignment, PrefixSettings, Privacy, TrainingSettings, convert_out_of_memory
 from fedspan.training.optimizers import LocalOptimizer, build_optimizer_spec, clip, join_states
 from fedspan.training.prefix import PrefixCaches
 from fedspan.training.references import References
@@ -47,7 +47,7 @@ def _require_loss_options(task: Task, settings: TrainingSettings) -> None:
             raise FedspanError(f"training.{option}", value, str(off), problem=problem)
     if isinstance(settings.class_weights, str):
         return
-    for label, weight in settings.class_weights:
+    for label, weight in settings.class_weights.items():
         if label not in (labels or ()):
             problem = f"no label is named {label!r}. {suggest_nearest(label, labels or ())}"
             raise FedspanError(f"training.class_weights.{label}", weight, problem=problem)
@@ -60,6 +60,8 @@ class TrainingServices:
         seed: Seed of every random draw (batches, dropout).
         prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
             this model and task; None: they are computed every time.
+        privacy: Privacy of the run; with ``dp-sgd``, batches are Poisson samples of ``batch_size *
+            gradient_accumulation_steps`` examples on average, and ``max_grad_norm`` has no effect.
     """
 
     def __init__(
@@ -71,11 +73,12 @@ class TrainingServices:
         prefix: PrefixSettings | PrefixCaches | None = None,
         padding_free: bool = False,
         stages: Stages | None = None,
+        privacy: Privacy | None = None,
     ) -> None:
         self.stages = stages or Stages()
         self.adapted = adapted
         self.task = task
-        self.settings = settings
+        self.settings, self.privacy = settings, privacy
         self.seed = seed
         _require_loss_options(task, settings)
         self._labels: tuple[str, ...] = tuple(getattr(task, "labels", None) or ())
@@ -84,7 +87,7 @@ class TrainingServices:
         self.features = FeatureStore()
         refusals = {
             "it was not asked for": not padding_free,
-            "dropout masks have the shape of padded batches": settings.dropout > 0,
+            "dropout masks have the shape of padded batches": settings.lora_dropout > 0,
             "packed batches have none": getattr(task, "packing", False),
             "a batch takes several passes of the model": getattr(task, "has_several_passes", False),
         }
@@ -212,7 +215,8 @@ class TrainingServices:
 
     def set_dropout(self, assignment: Assignment, step: int) -> None:
         """Draw the adapters' dropout of a forward pass."""
-        rate, client, round, phase = self.settings.dropout, assignment.client, assignment.round, assignment.job.phase
+        client, round, phase = assignment.client, assignment.round, assignment.job.phase
+        rate = self.settings.lora_dropout
         if not rate:
             return
 

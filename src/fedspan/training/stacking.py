@@ -33,7 +33,7 @@ import torch
 from fedspan.models.stacked import Unstackable
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import draw_job_batches
-from fedspan.training.client_slot import ClientSlot, select_group
+from fedspan.training.client_slot import ClientSlot, place_rows, select_group
 from fedspan.training.jobs import Assignment
 from fedspan.training.worker import Worker
 
@@ -341,8 +341,9 @@ def _open_slots(
 ) -> list[ClientSlot]:
     """Open more jobs than fit into a pass, as in training; jobs are repeated if there are too few."""
     repeated = [assignments[(number + index) % len(assignments)] for index in range(2 * clients_per_pass)]
-    slots = [worker.open_slot(assignment, examples) for assignment in repeated]
-    return [slot for slot in slots if slot is not None]
+    slots = [slot for slot in (worker.open_slot(one, examples) for one in repeated) if slot is not None]
+    place_rows(slots, worker.adapted.device)
+    return slots
 
 
 def _build_key(
@@ -354,7 +355,7 @@ def _build_key(
     budget: MeasurementBudget,
 ) -> str:
     """Compute the cache key from everything that the plan depends on: machine, model, jobs."""
-    model, device = worker.adapted.model, worker.adapted.device
+    model, device, settings = worker.adapted.model, worker.adapted.device, worker.settings
     parts = {
         "machine": [_get_processor(device), os.cpu_count(), torch.get_num_threads(), torch.__version__],
         "device": device.type,
@@ -362,7 +363,7 @@ def _build_key(
         "dtype": sorted({str(value.dtype) for value in model.parameters()}),
         "layout": [slot.layout.names, [list(shape) for shape in slot.layout.shapes]],
         "padded": not worker.loop.padding.possible,
-        "batch": [worker.settings.batch_size, round(float(examples.lengths.mean()), 1), worker.settings.accumulate],
+        "batch": [settings.batch_size, round(float(examples.lengths.mean()), 1), settings.gradient_accumulation_steps],
         "clients": min(clients, _MAX_CLIENTS * torch.get_num_threads()),  # more make no pass larger
         "request": asdict(request),
         "budget": budget.size,

@@ -17,7 +17,15 @@ from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import ModelInputs, build_prediction_key
-from fedspan.training.client_slot import ClientSlot, SharedTensors, perturb, select_group, stack_frozen
+from fedspan.training.client_slot import (
+    ClientSlot,
+    SharedTensors,
+    build_results,
+    perturb,
+    place_rows,
+    select_group,
+    stack_frozen,
+)
 from fedspan.training.engine import FinishJob, OpenJob
 from fedspan.training.jobs import Assignment, convert_out_of_memory
 from fedspan.training.loop import LoopEngine
@@ -68,6 +76,10 @@ class Worker:
         while pending or slots:
             while pending and len(slots) < _WINDOW * clients_per_pass:
                 self._admit(open_job(pending.pop()), examples, clients_per_pass, slots, finish_job)
+            new = [slot for slot in slots if not slot.rows]
+            place_rows(new, self.adapted.device)
+            for slot in new:
+                self._refresh_projectors(slot, examples)
             if not slots:
                 continue
             group = select_group(slots, clients_per_pass, not self.loop.padding.possible)
@@ -82,13 +94,14 @@ class Worker:
                 continue
             self.loop.stages.advance("training", count)
             for slot in group:
-                if not slot.batches_left:
-                    slots.remove(slot)
-                    next_assignment = finish_job(slot.assignment, slot.build_result())
-                    if next_assignment is not None:
-                        self._admit(next_assignment, examples, clients_per_pass, slots, finish_job)
-                else:
+                if slot.batches_left:
                     self._refresh_projectors(slot, examples)
+            finished = [slot for slot in group if not slot.batches_left]
+            for slot, trained in zip(finished, build_results(finished), strict=True):
+                slots.remove(slot)
+                next_assignment = finish_job(slot.assignment, trained)
+                if next_assignment is not None:
+                    self._admit(next_assignment, examples, clients_per_pass, slots, finish_job)
 
     def _admit(
         self,
@@ -103,7 +116,6 @@ class Worker:
             self._train_alone(assignment, examples, finish_job, clients_per_pass, slots)
             return
         slots.append(slot)
-        self._refresh_projectors(slot, examples)
 
     def _train_alone(
         self,
@@ -151,7 +163,7 @@ class Worker:
     def _refresh_projectors(self, slot: ClientSlot, examples: Examples) -> None:
         """Refresh a client's projectors if that is due before its next batch."""
         job = slot.assignment.job
-        first = slot.batches_done % self.settings.accumulate == 0
+        first = slot.batches_done % self.settings.gradient_accumulation_steps == 0
         if job.refresh is None or not first or not refresh_due(job.refresh, slot.steps):
             return
         self.adapted.train_mode(job.buffers)
@@ -164,16 +176,18 @@ class Worker:
     def advance(self, group: Sequence[ClientSlot], examples: Examples) -> None:
         """Train one batch of each of several clients of one kind, and take the optimizer steps that it completes."""
         losses, gradients = self._compute_gradients(group, examples)
-        gathers = group[0].is_probe or self.settings.accumulate > 1
+        passes = self.settings.gradient_accumulation_steps
+        gathers = group[0].is_probe or passes > 1
         complete: list[ClientSlot] = []
         for loss, gradient, slot in zip(losses, gradients, group, strict=True):
-            slot.record_loss(loss)
+            slot.losses.append(loss)
+            slot.batches_done += 1
             if gathers:
-                slot.gathered = gradient if slot.gathered is None else slot.gathered + gradient
-            if not slot.batches_left or not (slot.is_probe or slot.batches_done % self.settings.accumulate):
+                slot.add_gradient("gathered", gradient)
+            if not slot.batches_left or not (slot.is_probe or slot.batches_done % passes):
                 complete.append(slot)
         if gathers:
-            gradients = torch.stack([slot.pop_gathered() for slot in complete]) if complete else gradients[:0]
+            gradients = torch.stack([slot.rows.pop("gathered") for slot in complete]) if complete else gradients[:0]
         turns = [slot.steps % slot.layout.turns for slot in complete]
         for turn in sorted(set(turns)):  # clients of one kind share passes, whichever of their tensors train next
             rows = [number for number, slot_turn in enumerate(turns) if slot_turn == turn]
@@ -199,7 +213,7 @@ class Worker:
         if self._mode != job.buffers:
             self.adapted.train_mode(job.buffers)
             self._mode = job.buffers
-        values = torch.stack([slot.values for slot in group])
+        values = torch.stack([slot.rows["values"] for slot in group])
         leaves = {name: view.detach().requires_grad_() for name, view in layout.split_views(values).items()}
         frozen = stack_frozen(group)
         batch = self.loop.make_batch(examples, parts)
@@ -231,13 +245,12 @@ class Worker:
         layout, settings, step = group[0].layout, self.settings, group[0].steps
         for number, slot in enumerate(group):
             if slot.assignment.job.want_gradient or slot.is_probe:
-                gradient = gradients[number]
-                slot.gradient = gradient.clone() if slot.gradient is None else slot.gradient + gradient
+                slot.add_gradient("gradient", gradients[number])
         if group[0].is_probe:
             return
         if any(slot.penalties for slot in group):
             gradients = gradients + torch.stack([self._compute_penalty_gradient(slot) for slot in group])
-        masks = [slot.mask for slot in group if slot.mask is not None]
+        masks = [slot.rows["mask"] for slot in group if "mask" in slot.rows]
         mask = torch.stack(masks) if masks else None
         if mask is not None:
             gradients = gradients * mask
@@ -245,31 +258,25 @@ class Worker:
         if settings.max_grad_norm and group[0].assignment.job.clips:
             gradients = clip_rows(gradients, settings.max_grad_norm)
         gradients = layout.smooth(gradients)
-        offsets = [slot.offset for slot in group if slot.offset is not None]
-        if offsets:
-            zero = torch.zeros_like(offsets[0])
-            gradients = gradients + torch.stack([zero if slot.offset is None else slot.offset for slot in group])
+        if any("offset" in slot.rows for slot in group):
+            zero = torch.zeros_like(group[0].rows["values"])
+            gradients = gradients + torch.stack([slot.rows.get("offset", zero) for slot in group])
         active, segments = layout.find_active_tensors(step), layout.list_active_segments(step)
         for slot in group:
             slot.steps += 1
             slot.counts[active] += 1
-        rows, spec = [slot.values for slot in group], group[0].spec
+        rows, spec = [slot.rows["values"] for slot in group], group[0].spec
         if mask is None and segments and all(slot.has_equal_steps(active) for slot in group):
-            kinds = {kind: [slot.moments[kind] for slot in group] for kind in group[0].moments}
+            kinds = {kind: [slot.rows[kind] for slot in group] for kind in group[0].moments}
             counts = [int(slot.counts[active][0]) for slot in group]
             run_fused_step(spec, layout, rows, gradients, kinds, counts, segments)
             return
         values = torch.stack(rows)
-        moments = {kind: torch.stack([slot.moments[kind] for slot in group]) for kind in group[0].moments}
-        counts, steps_before = (
-            np.stack([slot.counts for slot in group]),
-            np.stack([slot.steps_before for slot in group]),
-        )
-        step_rows(spec, layout, values, gradients, moments, counts, steps_before, mask, segments)
-        for number, slot in enumerate(group):
-            slot.values.copy_(values[number])
-            for kind, moment in moments.items():
-                slot.moments[kind].copy_(moment[number])
+        moments = {kind: torch.stack([slot.rows[kind] for slot in group]) for kind in group[0].moments}
+        taken, before = np.stack([slot.counts for slot in group]), np.stack([slot.steps_before for slot in group])
+        step_rows(spec, layout, values, gradients, moments, taken, before, mask, segments)
+        for name, updated in {"values": values, **moments}.items():  # one operator for all clients
+            torch.split_with_sizes_copy(updated, [1] * len(group), out=[slot.rows[name][None] for slot in group])
 
     def predict(self, models: Sequence[ModelInputs], examples: Examples) -> list[Tensor]:
         """Predict with several models in one forward pass.
@@ -330,17 +337,16 @@ class Worker:
     def _compute_penalty_gradient(self, slot: ClientSlot) -> Tensor:
         """Compute the gradient of a client's penalties, (P,)."""
         if not slot.penalties:
-            return torch.zeros_like(slot.values)
+            return torch.zeros_like(slot.rows["values"])
         with torch.enable_grad():
-            trainable = {
-                name: view.detach().requires_grad_() for name, view in slot.layout.split_views(slot.values).items()
-            }
+            views = slot.layout.split_views(slot.rows["values"])
+            trainable = {name: view.detach().requires_grad_() for name, view in views.items()}
             terms = [penalty.compute_value({**slot.frozen, **trainable}) for penalty in slot.penalties]
             gradients = torch.autograd.grad(torch.stack(terms).sum(), list(trainable.values()), allow_unused=True)
-        return slot.layout.join(gradients, 1, slot.values)[0]
+        return slot.layout.join(gradients, 1, slot.rows["values"])[0]
 
     def _set_dropout(self, group: Sequence[ClientSlot], batch: Mapping[str, Tensor], size: int) -> None:
-        rate = self.settings.dropout
+        rate = self.settings.lora_dropout
         if not rate:
             return
         if getattr(self.task, "has_several_passes", False):

@@ -129,7 +129,6 @@ class InProcess(TimedTransport):
         """Train the present clients and pass on their replies in the order of the simulated clock.
 
         Args:
-            seconds: Deadline, in simulated seconds.
             waits_for_dropped: Whether the server waits until the deadline, for clients that do not reply.
         """
         replies: dict[str, Envelope | str] = {}

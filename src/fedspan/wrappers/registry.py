@@ -35,11 +35,7 @@ WRAPPERS: Mapping[str, type[RegisteredWrapper]] = MappingProxyType(
 
 
 def get_wrapper_class(key: str, field: str = "method.wrappers") -> type[RegisteredWrapper]:
-    """Return the class registered under a key.
-
-    Raises:
-        FedspanError: If the key is unknown; the message lists the nearest known ones.
-    """
+    """Return the class registered under a key."""
     if key in WRAPPERS:  # first: a user's own method may have the same key
         return WRAPPERS[key]
     if key in METHODS:
@@ -62,9 +58,6 @@ def wrap(
         seed: Seed of the wrappers' own random draws.
         optimizer: Optimizer of local training.
         max_grad_norm: Gradient clipping norm of local training (0: none).
-
-    Raises:
-        FedspanError: If a wrapper cannot wrap what is inside it, or does not work with this local training.
     """
     kinds: dict[str, str] = {}
     for position, (key, options) in enumerate(wrappers):

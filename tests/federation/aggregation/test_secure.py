@@ -27,15 +27,7 @@ from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.federation.protocol import Envelope, Order, decode_reply
-from fedspan.federation.secagg.messages import (
-    MASKED,
-    ConfirmReply,
-    KeysReply,
-    Phase,
-    PublicKeys,
-    SharesReply,
-    UnmaskReply,
-)
+from fedspan.federation.secagg import messages
 from fedspan.federation.settings import SecureSettings
 from fedspan.transports.in_process import simulate
 from helpers import secure_rounds, tiny
@@ -148,7 +140,7 @@ def test_what_is_transmitted_is_noise_of_which_every_value_is_as_likely(built: P
     federation.run_round(federation.begin())
     federation.run_round(federation.begin())
     vectors = [
-        serialization.decode(decode_reply(back).body).tensors[MASKED].numpy()
+        serialization.decode(decode_reply(back).body).tensors[messages.MASKED].numpy()
         for asked, back in stage.came
         if isinstance(asked, Order)
     ]
@@ -185,7 +177,7 @@ def test_every_byte_that_is_transmitted_is_counted(built: Prepared, tmp_path: Pa
 def changed(change: Any) -> secure_rounds.Spoil:
     """South's vector changed."""
 
-    def spoil(asked: Order | Phase, back: Envelope) -> Envelope:
+    def spoil(asked: Order | messages.Phase, back: Envelope) -> Envelope:
         if not isinstance(asked, Order) or asked.to != "south":
             return back
         answer = decode_reply(back)
@@ -195,15 +187,15 @@ def changed(change: Any) -> secure_rounds.Spoil:
 
 
 def vector_of(message: Message) -> torch.Tensor:
-    return message.tensors[MASKED]
+    return message.tensors[messages.MASKED]
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda message: Message({MASKED: vector_of(message)[:-1]}), "a masked vector ["),
-        (lambda message: Message({MASKED: vector_of(message).long()}), "of torch.int64, not ["),
-        (lambda message: Message({MASKED: vector_of(message)[None]}), "a masked vector [1, "),
+        (lambda message: Message({messages.MASKED: vector_of(message)[:-1]}), "a masked vector ["),
+        (lambda message: Message({messages.MASKED: vector_of(message).long()}), "of torch.int64, not ["),
+        (lambda message: Message({messages.MASKED: vector_of(message)[None]}), "a masked vector [1, "),
         (lambda message: Message({"other": vector_of(message)}), "not of one masked vector"),
         (lambda message: Message({**message.tensors, "more": torch.zeros(1)}), "not of one masked vector"),
         (lambda message: Message(message.tensors, {"more": 1}), "not of one masked vector"),
@@ -220,7 +212,7 @@ def test_a_vector_that_does_not_fit_is_left_out(change: Any, why: str, built: Pr
 
 def test_a_sum_beyond_the_bound_is_refused(built: Prepared, tmp_path: Path) -> None:
     """One client adds to its vector what no change within the clip can be; whose fault it is, nobody can say."""
-    spoil = changed(lambda message: Message({MASKED: vector_of(message) + 2**29}))
+    spoil = changed(lambda message: Message({messages.MASKED: vector_of(message) + 2**29}))
     federation, stage = secure_rounds.secured(built, tmp_path, spoil=spoil, retries=0)
     begin = federation.begin()
     with pytest.raises(FedspanError, match=r"a mean with a norm of .*, above federation\.secure\.clip"):
@@ -232,10 +224,10 @@ def test_a_sum_beyond_the_bound_is_refused(built: Prepared, tmp_path: Path) -> N
 def wrong_shares(*liars: str, of: str | None = None, attempts: int = 1) -> secure_rounds.Spoil:
     """Clients that reveal other shares than they were sent: of all clients or of one."""
 
-    def spoil(asked: Order | Phase, back: Envelope) -> Envelope:
+    def spoil(asked: Order | messages.Phase, back: Envelope) -> Envelope:
         if asked.task != "unmask" or asked.to not in liars or asked.attempt >= attempts:
             return back
-        answer = UnmaskReply.model_validate_json(back.header)
+        answer = messages.UnmaskReply.model_validate_json(back.header)
         wrong = {id: share[:2] + bytes(32) if of in (None, id) else share for id, share in answer.shares.items()}
         return answer.model_copy(update={"shares": wrong}).to_envelope()
 
@@ -278,10 +270,10 @@ def test_two_clients_cannot_have_a_third_left_out(built: Prepared, tmp_path: Pat
 def test_a_client_whose_secrets_nobody_can_open_is_left_out_of_the_retry(built: Prepared, tmp_path: Path) -> None:
     """It seals noise for the others, in every attempt; the round does not wait for it to be honest."""
 
-    def spoil(asked: Order | Phase, back: Envelope) -> Envelope:
+    def spoil(asked: Order | messages.Phase, back: Envelope) -> Envelope:
         if asked.task != "shares" or asked.to != "south":
             return back
-        answer = SharesReply.model_validate_json(back.header)
+        answer = messages.SharesReply.model_validate_json(back.header)
         return answer.model_copy(update={"sealed": dict.fromkeys(answer.sealed, bytes(100))}).to_envelope()
 
     federation, stage = secure_rounds.secured(built, tmp_path, spoil=spoil)
@@ -299,12 +291,12 @@ NOT_CANONICAL = ((2**255 - 19).to_bytes(32, "little"), (2**255 + 9).to_bytes(32,
 """Points in another form: p, which is 0, and 9 with the highest bit, which X25519 ignores."""
 
 
-def spoil_keys(change: Callable[[PublicKeys], Mapping[str, Any]]) -> secure_rounds.Spoil:
+def spoil_keys(change: Callable[[messages.PublicKeys], Mapping[str, Any]]) -> secure_rounds.Spoil:
 
-    def spoil(asked: Order | Phase, back: Envelope) -> Envelope:
+    def spoil(asked: Order | messages.Phase, back: Envelope) -> Envelope:
         if asked.task != "keys" or asked.to != "south":
             return back
-        answer = KeysReply.model_validate_json(back.header)
+        answer = messages.KeysReply.model_validate_json(back.header)
         return answer.model_copy(
             update={"keys": answer.keys.model_copy(update=dict(change(answer.keys)))}
         ).to_envelope()
@@ -343,10 +335,10 @@ def test_two_clients_with_one_key_fail_alone(built: Prepared, tmp_path: Path) ->
     """They agreed on it before; the one whose keys arrive later fails."""
     shared = SessionKeys.derive(draw_secret(), "of two").masking_public
 
-    def spoil(asked: Order | Phase, back: Envelope) -> Envelope:
+    def spoil(asked: Order | messages.Phase, back: Envelope) -> Envelope:
         if asked.task != "keys" or asked.to not in ("south", "east"):
             return back
-        answer = KeysReply.model_validate_json(back.header)
+        answer = messages.KeysReply.model_validate_json(back.header)
         return answer.model_copy(update={"keys": answer.keys.model_copy(update={"masking": shared})}).to_envelope()
 
     federation, stage = secure_rounds.secured(built, tmp_path, spoil=spoil, retries=0)
@@ -475,7 +467,9 @@ def test_a_client_may_ask_for_more_company(built: Prepared, tmp_path: Path) -> N
     with pytest.raises(FedspanError, match=too_small):
         federation.run_round(federation.begin())
     given = [
-        ConfirmReply.model_validate_json(back.header).signature for asked, back in stage.came if asked.task == "confirm"
+        messages.ConfirmReply.model_validate_json(back.header).signature
+        for asked, back in stage.came
+        if asked.task == "confirm"
     ]
     assert given == [b"", b"", b""]
     assert not any(task == "unmask" for task, _, _ in stage.asked)

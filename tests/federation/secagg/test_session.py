@@ -9,20 +9,7 @@ import pytest
 from fedspan.core.values import Client
 from fedspan.federation.progress import TooFew
 from fedspan.federation.protocol import ClientFacts, Envelope, read_header
-from fedspan.federation.secagg.messages import (
-    Agreement,
-    ConfirmOrder,
-    ConfirmReply,
-    KeysOrder,
-    KeysReply,
-    PublicKeys,
-    SharesOrder,
-    SharesReply,
-    UnmaskOrder,
-    UnmaskReply,
-    compute_facts_digest,
-    decode_phase,
-)
+from fedspan.federation.secagg import messages
 
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
@@ -38,7 +25,7 @@ from fedspan.federation.secagg.messages import build_session_context
 from fedspan.federation.secagg.session import SecureSession
 
 HONEST, HOSTILE = ("a", "b", "c"), "d"
-Change = Callable[[PublicKeys, str, Identity], PublicKeys]
+Change = Callable[[messages.PublicKeys, str, Identity], messages.PublicKeys]
 
 
 def make_identity(path: Path) -> Identity:
@@ -59,33 +46,33 @@ class Clients:
 
     def exchange(self, orders: Any, on_reply: Callable[[str, Envelope], bool], *_: object, **__: object) -> None:
         for id in orders:
-            order = decode_phase(orders[id])
+            order = messages.decode_phase(orders[id])
             try:
                 reply = self.clients[id].answer(order).to_envelope()
             except Exception as error:
                 reply = refuse_any(order, error)
             if (id, order.task) == (HOSTILE, "keys"):
-                decoded = read_header(KeysReply, reply)
+                decoded = read_header(messages.KeysReply, reply)
                 assert decoded.keys is not None
                 keys = self.change(decoded.keys, build_session_context(order.run, order.session), self.stranger)
                 reply = decoded.model_copy(update={"keys": keys}).to_envelope()
             on_reply(id, reply)
 
 
-def leave(keys: PublicKeys, context: str, stranger: Identity) -> PublicKeys:
+def leave(keys: messages.PublicKeys, context: str, stranger: Identity) -> messages.PublicKeys:
     return keys
 
 
-def remove_signature(keys: PublicKeys, context: str, stranger: Identity) -> PublicKeys:
+def remove_signature(keys: messages.PublicKeys, context: str, stranger: Identity) -> messages.PublicKeys:
     return keys.model_copy(update={"identity": "", "signature": b""})
 
 
-def sign_by_another(keys: PublicKeys, context: str, stranger: Identity) -> PublicKeys:
+def sign_by_another(keys: messages.PublicKeys, context: str, stranger: Identity) -> messages.PublicKeys:
     signature = stranger.sign(keys.build_statement(context, HOSTILE))
     return keys.model_copy(update={"identity": stranger.public, "signature": signature})
 
 
-def name_no_key(keys: PublicKeys, context: str, stranger: Identity) -> PublicKeys:
+def name_no_key(keys: messages.PublicKeys, context: str, stranger: Identity) -> messages.PublicKeys:
     return keys.model_copy(update={"identity": "key"})
 
 
@@ -109,11 +96,11 @@ def test_keys_that_the_admitted_key_did_not_sign_fail_their_sender_alone(
 
     facts = {id: ClientFacts.from_client(Client(id, 2, 1.0, 1, 1.0, None)) for id in (*HONEST, HOSTILE)}
 
-    def agree(ids: Collection[str]) -> Agreement:
+    def agree(ids: Collection[str]) -> messages.Agreement:
         digest = "0" * 64
-        return Agreement(
+        return messages.Agreement(
             config="", task="train", round=0, lr=0.1, model=digest, clients=len(ids), threshold=3, clip=1.0, bits=32,
-            top=1.0, layout=digest, facts=compute_facts_digest(facts[id] for id in ids),
+            top=1.0, layout=digest, facts=messages.compute_facts_digest(facts[id] for id in ids),
         )  # fmt: skip
 
     session.begin(facts, agree)
@@ -127,7 +114,7 @@ def test_too_few_keys_end_a_session_before_its_clients_agree(tmp_path: Path) -> 
     transport: Any = Clients(identities, leave, make_identity(tmp_path / "stranger"))
     session = SecureSession(transport, 10.0, "run", 0, 0, 3)
 
-    def agree(ids: Collection[str]) -> Agreement:
+    def agree(ids: Collection[str]) -> messages.Agreement:
         pytest.fail(f"{ids} were to agree")
 
     with pytest.raises(TooFew):
@@ -136,7 +123,7 @@ def test_too_few_keys_end_a_session_before_its_clients_agree(tmp_path: Path) -> 
 
 def test_phases_come_back_as_they_were_sent() -> None:
     session: dict[str, Any] = {"round": 0, "attempt": 0, "to": "a", "session": 7}
-    keys = PublicKeys(
+    keys = messages.PublicKeys(
         sealing=bytes(range(32)),
         masking=bytes(range(100, 132)),
         own=bytes(range(60, 92)),
@@ -144,19 +131,19 @@ def test_phases_come_back_as_they_were_sent() -> None:
         identity="a b",
         signature=b"signed",
     )
-    agreement = Agreement(
+    agreement = messages.Agreement(
         config="", task="train", round=0, lr=0.1, model="0" * 64, clients=3, threshold=3, clip=1.5, bits=32, top=2.0,
         layout="0" * 64, facts="0" * 64,
     )  # fmt: skip
     phases = [
-        KeysOrder(**session),
-        SharesOrder(**session, peers={"a": keys, "b": keys}, agreement=agreement, facts=()),
-        ConfirmOrder(**session, survivors=("a", "b"), dropped=("c",), sealed={"a": bytes(range(96))}),
-        UnmaskOrder(**session, signatures={"a": bytes(range(64))}),
-        KeysReply(id="a", session=7, keys=keys),
-        SharesReply(id="a", session=7, sealed={"b": bytes(range(96))}),
-        ConfirmReply(id="a", session=7, signature=bytes(range(64)), unopened=("c",)),
-        UnmaskReply(id="a", session=7, shares={"b": bytes(range(34))}),
+        messages.KeysOrder(**session),
+        messages.SharesOrder(**session, peers={"a": keys, "b": keys}, agreement=agreement, facts=()),
+        messages.ConfirmOrder(**session, survivors=("a", "b"), dropped=("c",), sealed={"a": bytes(range(96))}),
+        messages.UnmaskOrder(**session, signatures={"a": bytes(range(64))}),
+        messages.KeysReply(id="a", session=7, keys=keys),
+        messages.SharesReply(id="a", session=7, sealed={"b": bytes(range(96))}),
+        messages.ConfirmReply(id="a", session=7, signature=bytes(range(64)), unopened=("c",)),
+        messages.UnmaskReply(id="a", session=7, shares={"b": bytes(range(34))}),
     ]
     for phase in phases:
         assert read_header(type(phase), phase.to_envelope()) == phase

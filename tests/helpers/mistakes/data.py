@@ -20,12 +20,6 @@ def _load(content: str | bytes | None = None, **options: Any) -> Callable[[World
     return lambda world: world.load(content, **options)
 
 
-def _data_owners(world: World) -> object:
-    world.file("north.csv", GOOD)
-    world.file("south.csv", GOOD.replace("label", "kind", 1))
-    return world.load(train="{site}.csv")
-
-
 def _partition(content: str = GOOD, **options: Any) -> Callable[[World], object]:
     return lambda world: world.partition(content, **options)
 
@@ -61,8 +55,6 @@ FILES = [
     Mistake("The file is misspelt.", "data.train", _load(train="trian.csv")),
     Mistake("The folder does not exist.", "data.train", _load(train="no/such/train.csv")),
     Mistake("The test file is misspelt.", "data.test", _load(test="tset.csv")),
-    Mistake("No file matches the path with braces.", "data.train", _load(train="{site}/train.csv")),
-    Mistake("The file of one of two data owners has no column of labels.", "data.label", _data_owners),
     Mistake("The name is too long for the file system.", "data.train", _load(train=LONG_NAME + ".csv")),
     Mistake("The home folder of an unknown user.", "data.train", _load(train="~nobodyx/train.csv")),
     Mistake("A file format that is not supported.", "data.train", _load("x", name="train.docx")),
@@ -82,7 +74,6 @@ FILES = [
         _load("great,yes\nbad,no\nfine,yes\nawful,no\nlovely,yes\n"),
     ),
     _unreadable("The .xlsx file is not a workbook.", _load("x", name="train.xlsx")),
-    _unreadable("The .zip file is not an archive.", _load("x", name="train.zip")),
     Mistake("Two columns have the same name.", "data.train", _load("text,label,text\none,a,b\n")),
     _unreadable("The .gz file is not compressed.", _load("text", name="t.csv.gz")),
     _unreadable("The .gz file is truncated.", _load(gzip.compress(GOOD.encode())[:-12], name="t.csv.gz")),
@@ -110,11 +101,6 @@ FILES = [
         "An unknown split of a built-in corpus.",
         "data.train_split",
         _load(train="builtin:patient-messages", train_split="dev"),
-    ),
-    Mistake(
-        "A data set that is not on the hub, without a file.",
-        "data.train",
-        _load(train=None, dataset="blitzer_sentiment"),
     ),
 ]
 ROWS = [

@@ -1,13 +1,10 @@
 """Mistakes with images, with convolutions and embeddings as targets, and with models from scratch."""
 
-import gzip
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 import fedspan
@@ -20,29 +17,6 @@ from ..mistakes.world import Mistake, World, cut, edit_json
 TASK = "image-classification"
 
 
-def _idx(*shape: int) -> bytes:
-    return struct.pack(f">BBBB{len(shape)}I", 0, 0, 8, len(shape), *shape) + bytes(int(np.prod(shape)))
-
-
-def _files(train: str, **content: bytes) -> Callable[[World], object]:
-    def provoke(world: World) -> None:
-        for name, data in content.items():
-            world.file(name.replace("__", "/").replace("_at_", "-").replace("_dot_", "."), data)
-        world.load(train=train, task=TASK)
-
-    return provoke
-
-
-def _idx_pair(images: bytes, labels: bytes | None = None, suffix: str = "") -> Callable[[World], object]:
-    def provoke(world: World) -> None:
-        name = world.file(f"a-images-idx3-ubyte{suffix}", images)
-        if labels is not None:
-            world.file(f"a-labels-idx1-ubyte{suffix}", labels)
-        world.load(train=name, task=TASK)
-
-    return provoke
-
-
 def _folder(*names: str) -> Callable[[World], object]:
     def provoke(world: World) -> None:
         for name in names:
@@ -52,10 +26,6 @@ def _folder(*names: str) -> Callable[[World], object]:
         world.load(train="images", task=TASK)
 
     return provoke
-
-
-def _list(content: str, **options: Any) -> Callable[[World], object]:
-    return lambda world: world.load(content, task=TASK, **options)
 
 
 def _prepare(kind: str = "vit", **changes: Any) -> Callable[[World], object]:
@@ -119,23 +89,8 @@ def _parse(**values: Any) -> Callable[[World], object]:
 
 
 IMAGES = [
-    Mistake("An idx file of images without its file of labels.", "data.train", _idx_pair(_idx(2, 3, 4))),
-    Mistake("Fewer images than labels.", "data.train", _idx_pair(_idx(2, 3, 4), _idx(3))),
-    Mistake("The idx file is truncated.", "data.train", _idx_pair(_idx(2, 3, 4)[:-3], _idx(2))),
-    Mistake("The idx file has another format.", "data.train", _idx_pair(b"images", _idx(2))),
-    Mistake(
-        "The idx file's name ends in .gz, and it is not compressed.",
-        "data.train",
-        _idx_pair(_idx(2, 3, 4), gzip.compress(_idx(2)), ".gz"),
-        "read as images: ",
-    ),
-    Mistake("A binary file that is not a batch of CIFAR.", "data.train", _files("x.bin", x_dot_bin=b"x" * 1000)),
     Mistake("Images that are not in folders of classes.", "data.train", _folder("1.png", "2.png")),
-    Mistake("Only some class folders are in domain folders.", "data.train", _folder("cat/1.png", "photo/dog/2.png")),
     Mistake("A single folder of images.", "data.label", _folder("cat/1.png", "cat/2.png")),
-    Mistake("There is no column of images.", "data.image", _list("file,label\n1.png,a\n2.png,b\n")),
-    Mistake("The column of images holds numbers.", "data.image", _list('{"image": 1, "label": "a"}\n', name="t.jsonl")),
-    Mistake("A path is missing.", "data.train", _list("image,label\n1.png,a\n,b\n")),
     Mistake("Images for a text task.", "data.text", _texts),
     Mistake("An image is truncated.", "data", _damaged, "Pillow cannot decode "),
     Mistake("Images of different sizes that the processor does not resize.", "model.image_size", _sizes),
@@ -151,14 +106,6 @@ IMAGES = [
         lambda world: world.prepare(model={"name": "builtin:resnet-8"}),
     ),
     Mistake("An unknown architecture.", "model.name", _model("builtin:resnet-8", name="builtin:resnet-50")),
-    Mistake(
-        "modules_to_save is set for a model from scratch.",
-        "model.modules_to_save",
-        _parse(model={"pretrained": False, "modules_to_save": ["pooler"]}),
-    ),
-    Mistake(
-        "adapter is set for a model from scratch.", "model.adapter", _parse(model={"pretrained": False, "adapter": "a"})
-    ),
     Mistake(
         "A target embedding that shares its weight with the head.", "model.target_modules", _decoder("embed_tokens")
     ),

@@ -9,10 +9,9 @@ from unittest import mock
 import fedspan
 from fedspan.run_folder import RunFolder
 
-from ..mistakes.world import LONG_NAME, Mistake, World, cut, edit_json, flip
+from ..mistakes.world import LONG_NAME, Mistake, World, cut
 
 CONFIG = "FOLDER/stopped/config.yaml"
-CHECKPOINT = Path("checkpoints") / "round-00001"
 
 
 def _resume(change: Callable[[RunFolder], object]) -> Callable[[World], object]:
@@ -28,41 +27,12 @@ def _config(old: str, new: str) -> Callable[[World], object]:
     return _resume(change)
 
 
-def _link_checkpoints(run: RunFolder) -> None:
-    run.checkpoints.rename(run.path.parent / "elsewhere")
-    run.checkpoints.symlink_to("../elsewhere")
-
-
 def _run_into(name: str) -> Callable[[World], object]:
     return lambda world: fedspan.run(world.values(), name)
 
 
-def _taken(world: World) -> None:
-    world.file("taken/thesis.tex", "x")
-    fedspan.run(world.values(), world.folder / "taken")
-
-
-def _locked(world: World) -> None:
-    folder = world.run("stopped")
-    with RunFolder.resume(folder):
-        fedspan.resume(folder)
-
-
-def _holds_run(world: World) -> None:
-    fedspan.run(world.values(), world.run())
-
-
 def _other_config(world: World) -> None:
     fedspan.run(world.values(training={"lr": 0.5}), world.run("stopped"), resume=True)
-
-
-def _extended(*overrides: str) -> Callable[[World], object]:
-    return lambda world: fedspan.resume(world.run(), overrides=overrides)
-
-
-def _extended_cosine(world: World) -> None:
-    fedspan.run(world.values(training={"schedule": "cosine"}, federation={"rounds": 2}), world.folder / "cosine")
-    fedspan.resume(world.folder / "cosine", overrides=["federation.rounds=3"])
 
 
 def _other_data(world: World) -> None:
@@ -143,83 +113,24 @@ def _offline_data(world: World) -> None:
 
 
 FOLDERS = [
-    Mistake("The folder holds other files.", "run folder", _taken),
     Mistake("The folder is a file.", "run folder", _run_into("train.csv")),
-    Mistake("The folder holds a run.", "run folder", _holds_run),
     Mistake("The name is too long for the file system.", "run folder", _run_into(LONG_NAME)),
     Mistake("A folder without a run to resume.", "run folder", lambda world: fedspan.resume("nothing")),
     Mistake("The name of the folder to read is too long.", "run folder", lambda world: fedspan.resume(LONG_NAME)),
-    Mistake("Another process is working on the run.", "run folder", _locked),
     Mistake("The config differs from the run's.", "training.lr", _other_config),
-    Mistake("A run resumed with another seed.", "seed", _extended("seed=1")),
-    Mistake("Fewer rounds than are already finished.", "federation.rounds", _extended("federation.rounds=1")),
-    Mistake("More rounds under a schedule that spans all rounds.", "federation.rounds", _extended_cosine),
     Mistake("config.yaml is no longer valid YAML.", "config", _config("seed: 3", "seed: ["), "valid YAML ("),
     Mistake("config.yaml was emptied.", "config", _resume(lambda run: run.config.write_text(""))),
     Mistake("The seed in config.yaml was changed to a word.", "seed", _config("seed: 3", "seed: three")),
     Mistake(
         "config.yaml is not UTF-8.", "FOLDER/stopped/config.yaml", _resume(lambda run: run.config.write_bytes(b"\xff"))
     ),
-    Mistake("The method in config.yaml was changed.", f"{CONFIG}, method.name", _config("name: fedit", "name: rolora")),
-    Mistake("The rank in config.yaml was changed.", f"{CONFIG}, method.r", _config("r: 2", "r: 4")),
     Mistake(
         "The learning rate in config.yaml was changed.", f"{CONFIG}, training.lr", _config("\n  lr: ", "\n  lr: 1")
-    ),
-    Mistake("config.yaml is truncated.", "FOLDER/stopped/config.yaml", _resume(lambda run: cut(run.config, 25))),
-    Mistake("checkpoints/ is a link to another folder.", "FOLDER/stopped/checkpoints", _resume(_link_checkpoints)),
-    Mistake(
-        "A bit of a checkpoint is flipped.",
-        "FOLDER/stopped/checkpoints/round-00001/state.safetensors",
-        _resume(lambda run: flip(run.path / CHECKPOINT / "state.safetensors")),
-    ),
-    Mistake(
-        "checkpoint.json is truncated.",
-        "FOLDER/stopped/checkpoints/round-00001/checkpoint.json",
-        _resume(lambda run: cut(run.path / CHECKPOINT / "checkpoint.json")),
-        "is damaged (",
-    ),
-    Mistake(
-        "checkpoint.json was edited.",
-        "FOLDER/stopped/checkpoints/round-00001/checkpoint.json",
-        _resume(lambda run: edit_json(run.path / CHECKPOINT / "checkpoint.json", round=7)),
-    ),
-    Mistake(
-        "metrics.jsonl is truncated.",
-        "FOLDER/stopped/metrics.jsonl",
-        _resume(lambda run: run.metrics.write_bytes(b"")),
-        "ended at byte ",
-    ),
-    Mistake(
-        "A line of ledger.jsonl was edited.",
-        "FOLDER/stopped/ledger.jsonl, line 1",
-        _resume(lambda run: run.ledger.write_bytes(b"x" + run.ledger.read_bytes()[1:])),
-    ),
-    Mistake(
-        "A digit in metrics.jsonl was changed.",
-        "FOLDER/stopped/metrics.jsonl, line 1",
-        _resume(lambda run: run.metrics.write_bytes(run.metrics.read_bytes().replace(b"1", b"3", 1))),
-    ),
-    Mistake(
-        "partition.json was edited.",
-        "FOLDER/stopped/partition.json",
-        _resume(lambda run: edit_json(run.partition, examples=7)),
-        "stopped/partition.json`: ",
     ),
     Mistake(
         "partition.json is truncated.",
         "FOLDER/stopped/partition.json",
         _resume(lambda run: cut(run.partition)),
-        "stopped/partition.json`: ",
-    ),
-    Mistake(
-        "partition.json is not UTF-8.",
-        "FOLDER/stopped/partition.json",
-        _resume(lambda run: run.partition.write_bytes(b"\xff")),
-    ),
-    Mistake(
-        "partition.json holds a number of more than 64 bits.",
-        "FOLDER/stopped/partition.json",
-        _resume(lambda run: edit_json(run.partition, rows=[10**30])),
         "stopped/partition.json`: ",
     ),
     Mistake("The data file lost rows.", "data.train", _other_data),

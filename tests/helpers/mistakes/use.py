@@ -6,7 +6,7 @@ from typing import Any
 
 import fedspan
 
-from ..mistakes.world import LONG_NAME, Mistake, World, cut, edit_json, flip
+from ..mistakes.world import LONG_NAME, Mistake, World, cut, edit_json
 
 
 def _predict(client: str | None = None, kind: str = "finished") -> Callable[[World], object]:
@@ -24,15 +24,6 @@ def _exported(change: Callable[[Path], object]) -> Callable[[World], object]:
 
 def _notes(**changes: Any) -> Callable[[World], object]:
     return _exported(lambda folder: edit_json(folder / "fedspan.json", **changes))
-
-
-def _run(change: Callable[[Path], object]) -> Callable[[World], object]:
-    def provoke(world: World) -> None:
-        folder = world.run()
-        change(folder)
-        fedspan.predict(folder, ["word1"])
-
-    return provoke
 
 
 def _export(kind: str = "finished", out: str = "out", **options: Any) -> Callable[[World], object]:
@@ -81,24 +72,8 @@ USING = [
     ),
     Mistake("A folder without a model.", "folder", lambda world: fedspan.predict(world.folder, ["word1"])),
     Mistake("The run is not finished.", "run folder", _predict(kind="stopped")),
-    Mistake("A report of a folder without a run.", "run folder", lambda world: fedspan.read_report("nothing")),
     Mistake("A client is misspelt.", "client", _predict("weast")),
     Mistake("Each client has its own model, and no client is named.", "client", _predict(kind="personal")),
-    Mistake(
-        "A bit of a run's adapter is flipped.",
-        "FOLDER/finished/adapter/adapter_model.safetensors",
-        _run(lambda folder: flip(folder / "adapter" / "adapter_model.safetensors")),
-    ),
-    Mistake(
-        "A file of a run's adapter is missing.",
-        "FOLDER/finished/adapter/tokenizer.json",
-        _run(lambda folder: (folder / "adapter" / "tokenizer.json").unlink()),
-    ),
-    Mistake(
-        "report.json was edited.",
-        "FOLDER/finished/report.json",
-        _run(lambda folder: edit_json(folder / "report.json", best_round=7)),
-    ),
     Mistake("fedspan.json is truncated.", FEDSPAN, _exported(lambda f: cut(f / "fedspan.json")), "fedspan.json`: "),
     Mistake("fedspan.json is a list.", FEDSPAN, _exported(lambda f: (f / "fedspan.json").write_text("[1, {}]"))),
     Mistake("fedspan.json names no model.", f"{FEDSPAN}.base_model", _notes(base_model=7)),

@@ -14,7 +14,7 @@ from fedspan.core.base import BaseUpdate, apply_patch, materialize
 from fedspan.core.method import Memory, Method, Wrapper, compute_scaling
 from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.tensors import Tensors, count, select_slots, split_extras
-from fedspan.core.values import Client, Job, LayerSpec, Message, OptimizerSpec, Reduced, ServerState, Spec, Trained
+from fedspan.core.values import Client, Job, LayerSpec, Message, Reduced, ServerState, Spec, Trained
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.serialization import decode, decode_state, encode, encode_state
 from fedspan.planning.shape_inference import ClientExchange, ShapeInference, rewrap_method, unwrap_method
@@ -60,18 +60,19 @@ def with_extras(method: Method, policy: ExtrasPolicy = "average") -> Method:
 
 def sgd(lr: float = 0.5, **changes: object) -> TrainingSettings:
     """Plain SGD on whole data sets without clipping, one step a round unless told."""
-    return settings(OptimizerSpec(name="sgd", lr=lr), **changes)
+    return _set_up("sgd", lr, **changes)
 
 
 def adamw(lr: float = 0.05, **changes: object) -> TrainingSettings:
     """AdamW likewise."""
-    return settings(OptimizerSpec(name="adamw", lr=lr), **changes)
+    return _set_up("adamw", lr, **changes)
 
 
-def settings(optimizer: OptimizerSpec, **changes: object) -> TrainingSettings:
+def _set_up(optimizer: str, lr: float, **changes: object) -> TrainingSettings:
     """Settings for toys: the batch is a client's whole data set."""
-    plain = TrainingSettings(optimizer, batch_size=WHOLE, max_grad_norm=0.0, group_by_length=False)
-    return replace(plain, **changes)
+    plain = {"optimizer": optimizer, "batch_size": WHOLE, "max_grad_norm": 0.0, "group_by_length": False}
+    local = {f"local_{name}" if name in ("steps", "epochs") else name: value for name, value in changes.items()}
+    return TrainingSettings().model_copy(update={"lr": lr, **plain, **local})
 
 
 @dataclass
@@ -87,9 +88,6 @@ class Federation:
     """A server and its clients.
 
     Args:
-        method: The method, with its wrappers.
-        problem: Model and data.
-        training: Settings of local training.
         ranks: Ranks of the clients, by id; all 2 by default.
         lora_alpha: Numerator of the clients' scaling.
         uniform: Whether clients have equal weights instead of their numbers of examples.
@@ -167,7 +165,7 @@ class Federation:
         for _ in range(5):
             trained = self.engine.train(
                 Assignment(
-                    client.id, self.state.round, job, self.problem.indices[client.id], self.training.optimizer.lr
+                    client.id, self.state.round, job, self.problem.indices[client.id], self.training.optimizer_spec.lr
                 ),
                 self.problem.examples,
             )

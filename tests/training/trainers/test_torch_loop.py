@@ -13,7 +13,7 @@ from fedspan.core.base import BaseUpdate
 from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import join_extra_name, join_tensor_name
-from fedspan.core.values import Group, Job, OptimizerSpec
+from fedspan.core.values import Group, Job
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.training.jobs import Assignment, TrainingSettings
@@ -183,23 +183,23 @@ def assignment(**changes: Any) -> Assignment:
 @pytest.mark.parametrize(
     ("settings", "job", "epochs", "steps"),
     [
-        ({"epochs": 3}, {}, 3, None),
-        ({"epochs": 3, "steps": 7}, {}, 3, 7),
-        ({"epochs": 3, "steps": 7}, {"steps": 2}, 3, 2),
-        ({"epochs": 3, "steps": 7}, {"epochs": 2}, 2, None),  # a job's epochs replace the run's steps
-        ({"epochs": 3, "steps": 7}, {"steps": 0}, 1, None),  # a probe sees each example once
+        ({"local_epochs": 3}, {}, 3, None),
+        ({"local_epochs": 3, "local_steps": 7}, {}, 3, 7),
+        ({"local_epochs": 3, "local_steps": 7}, {"steps": 2}, 3, 2),
+        ({"local_epochs": 3, "local_steps": 7}, {"epochs": 2}, 2, None),  # a job's epochs replace the run's steps
+        ({"local_epochs": 3, "local_steps": 7}, {"steps": 0}, 1, None),  # a probe sees each example once
     ],
 )
 def test_a_job_s_own_steps_and_epochs_come_first(
     settings: dict[str, int], job: dict[str, int], epochs: int, steps: int | None
 ) -> None:
-    plan = plan_round(TrainingSettings(OptimizerSpec(), **settings), 1, assignment(**job))
+    plan = plan_round(TrainingSettings(**settings), 1, assignment(**job))
     assert (plan.epochs, plan.steps) == (epochs, steps)
     assert (plan.client, plan.round, plan.phase, plan.lr) == ("east", 4, "train", 0.25)
 
 
 def test_every_round_client_and_phase_has_a_seed_of_its_own() -> None:
-    settings, first = TrainingSettings(OptimizerSpec()), assignment()
+    settings, first = TrainingSettings(), assignment()
     others = [
         (1, replace(first, round=5)),
         (1, replace(first, client="west")),

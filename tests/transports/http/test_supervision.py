@@ -1,5 +1,6 @@
-"""The serving process: its port, its log, its certificates, its end with the server, and a message on its whole way."""
+"""The serving process, its port, log, certificates and end; its folder; and nodes, which are admitted and revoked."""
 
+import json
 import os
 import signal
 import socket
@@ -8,24 +9,35 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
 from fedspan import processes
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.processes import hold_folder
-from fedspan.transports.http import keys, supervision
+from fedspan.transports.http import admissions, keys, supervision
+from fedspan.transports.http import server as servers
 from fedspan.transports.http.connections import ConnectionLimits
 from fedspan.transports.http.invitations import invite
+from fedspan.transports.http.keys import make_node_key
+from fedspan.transports.http.requests import RequestLimits
 from fedspan.transports.http.server import ServerLink, attach, list_nodes, prepare_folder, read_link
+from fedspan.transports.http.store import Store
+from fedspan.transports.http.supervision import create_server
 from fedspan.transports.http.transport import ServerTransport
-from helpers.http_server import run_server, serve_here
+from helpers.command_line import get_program
+from helpers.http_server import LocalServer, run_server, serve_here
 from helpers.ports import free_port
+from helpers.refusals import refused
 from helpers.reply_transport import exchanged
 
 
@@ -223,3 +235,225 @@ def test_a_folder_has_one_server(role: str, link: ServerLink, monkeypatch: pytes
         pytest.raises(FedspanError, match=rf"process {os.getpid()} works in .* as its {role}.*kill {os.getpid()}"),
     ):
         supervision.supervise(link.folder, link, "127.0.0.1", Event(), lambda: None)
+
+
+def test_a_name_that_the_certificate_is_not_good_for_is_refused(tmp_path: Path) -> None:
+    servers.prepare_folder(tmp_path, 9092, ["fl.example.org"], insecure=False)
+    servers.prepare_folder(tmp_path, 9093, ["fl.example.org"], insecure=False)
+    servers.prepare_folder(tmp_path, 9093, [], insecure=False)
+    servers.prepare_folder(tmp_path, 9093, ["127.0.0.1", "localhost"], insecure=False)
+    with refused("--name"):
+        servers.prepare_folder(tmp_path, 9093, ["other.example.org"], insecure=False)
+
+
+def test_a_second_server_changes_nothing_in_the_folder_of_a_running_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_ENDING", 0.1)
+    prepared = servers.prepare_folder(tmp_path, 9092, [], insecure=False)
+    with hold_folder(tmp_path, "server", "--folder"), refused("--folder", "as its server"):
+        servers.prepare_folder(tmp_path, 9093, [], insecure=True)
+    assert servers.read_link(tmp_path) == prepared
+
+
+@pytest.mark.parametrize("kept", [0, 63])
+def test_a_server_with_a_damaged_secret_does_not_start(kept: int, tmp_path: Path) -> None:
+    prepared = servers.prepare_folder(tmp_path, 9092, [], insecure=True)
+    prepared.secret.write_text(prepared.secret.read_text()[:kept])
+    with refused("secret", "Remove it"):
+        servers.prepare_folder(tmp_path, 9092, [], insecure=True)
+    with closing(Store(tmp_path)) as store, refused("secret", "Remove it"):
+        create_server(prepared, store, RequestLimits())
+    prepared.secret.unlink()
+    servers.prepare_folder(tmp_path, 9092, [], insecure=True)
+    assert len(servers.read_secret(prepared)) == 64
+    assert prepared.secret.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_secret_is_written_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    for name in ("fdopen", "fsync"):
+        monkeypatch.setattr(os, name, fail)
+    with pytest.raises(OSError, match="full"):
+        servers.prepare_folder(tmp_path, 9092, [], insecure=True)
+    assert not (tmp_path / "secret").exists()
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Any:
+    return servers.prepare_folder(tmp_path / "server", free_port(), [], insecure=True)
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Callable[[str], Path]:
+    def make(name: str) -> Path:
+        path = tmp_path / f"{name}.key"
+        return path.with_name(f"{name}.key.pub") if path.exists() else make_node_key(path)
+
+    return make
+
+
+def id_of(path: Path) -> int:
+    return admissions.compute_node_id(path.read_text().strip())
+
+
+def names(prepared: Any) -> list[str]:
+    return sorted(one.name for one in admissions.read_admissions(prepared).values())
+
+
+def test_a_revoked_node_is_out_for_good_and_logged(prepared: Any, key: Callable[[str], Path]) -> None:
+    admissions.admit_node(prepared, key("a"), "clinic-a")
+    admissions.admit_node(prepared, key("b"), "clinic-b")
+    assert admissions.revoke_node(prepared, "clinic-a", "stolen") == [id_of(key("a"))]
+    assert names(prepared) == ["clinic-b"]
+    rows = admissions.open_audit_log(prepared).read()
+    assert [(row["event"], row["name"]) for row in rows] == [
+        ("admitted", "clinic-a"),
+        ("admitted", "clinic-b"),
+        ("revoked", "clinic-a"),
+    ]
+    assert rows[-1]["reason"] == "stolen"
+    with pytest.raises(FedspanError, match="this key was revoked, and stays so"):
+        admissions.admit_node(prepared, key("a"), "clinic-a")
+    with pytest.raises(FedspanError, match="no node 'clinic-a' was admitted"):
+        admissions.revoke_node(prepared, "clinic-a")
+    with pytest.raises(FedspanError, match="no node '' was admitted"):
+        admissions.revoke_node(prepared, "")
+
+
+def test_a_name_has_no_invisible_characters(prepared: Any, key: Callable[[str], Path]) -> None:
+    with refused("--as"):
+        admissions.admit_node(prepared, key("a"), "clinic\u200d-a")
+    assert names(prepared) == []
+
+
+def test_a_key_is_replaced_under_its_name(prepared: Any, key: Callable[[str], Path]) -> None:
+    admissions.admit_node(prepared, key("old"), "clinic-a")
+    with pytest.raises(FedspanError, match=r"'clinic-a' has another key\. Use --replace"):
+        admissions.admit_node(prepared, key("new"), "clinic-a")
+    admissions.admit_node(prepared, key("new"), "clinic-a", replace=True)
+    assert {id: one.key for id, one in admissions.read_admissions(prepared).items()} == {
+        id_of(key("new")): key("new").read_text().strip()
+    }
+
+
+def test_a_lost_list_is_rebuilt_and_a_damaged_one_stops_the_server(prepared: Any, key: Callable[[str], Path]) -> None:
+    for name in ("a", "b", "c"):
+        admissions.admit_node(prepared, key(name), name)
+    admissions.revoke_node(prepared, "b")
+    before = admissions.read_admissions(prepared)
+    (prepared.folder / "nodes.json").unlink()
+    assert admissions.read_admissions(prepared) == before
+    admissions.admit_node(prepared, key("d"), "d")
+    assert names(prepared) == ["a", "c", "d"]
+    for content in ("{", "[]", '{"a": {}}', '{"11": "clinic-a"}'):
+        (prepared.folder / "nodes.json").write_text(content)
+        with pytest.raises(FedspanError, match=r"nodes\.json is damaged .* Remove it: it is rebuilt"):
+            admissions.read_admissions(prepared)
+    (prepared.folder / "nodes.json").unlink()
+    log = prepared.folder / "audit.jsonl"
+    log.write_bytes(log.read_bytes().replace(b'"name": "c"', b'"name": "x"', 1))
+    with pytest.raises(FedspanError, match=r"audit\.jsonl, line 3"):
+        admissions.read_admissions(prepared)
+
+
+def test_parallel_admissions_lose_none(prepared: Any, key: Callable[[str], Path]) -> None:
+    made = [key(str(number)) for number in range(12)]
+    threads = [Thread(target=admissions.admit_node, args=(prepared, path, path.stem)) for path in made]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(admissions.read_admissions(prepared)) == 12
+
+
+def test_admissions_end(prepared: Any, key: Callable[[str], Path]) -> None:
+    admissions.admit_node(prepared, key("a"), "clinic-a", days=10)
+    admissions.admit_node(prepared, key("b"), "clinic-b", days=0)
+    assert admissions.end_admissions(prepared) == []
+    assert 9 <= admissions.read_admissions(prepared)[id_of(key("a"))].days_left <= 10
+    path = prepared.folder / "nodes.json"
+    content = json.loads(path.read_text())
+    content[str(id_of(key("a")))]["until"] = (datetime.now(UTC) - timedelta(days=1)).date().isoformat()
+    path.write_text(json.dumps(content))
+    assert admissions.end_admissions(prepared) == [id_of(key("a"))]
+    assert names(prepared) == ["clinic-b"]
+    assert "the admission ended on" in str(admissions.open_audit_log(prepared).read()[-1]["reason"])
+
+
+def test_a_limit_on_examples_stays_with_the_name_until_it_is_changed(prepared: Any, key: Callable[[str], Path]) -> None:
+    def most() -> int | None:
+        (one,) = (one for one in admissions.read_admissions(prepared).values() if one.name == "clinic-a")
+        return one.max_examples
+
+    admissions.admit_node(prepared, key("a"), "clinic-a", max_examples=500)
+    assert most() == 500
+    admissions.admit_node(prepared, key("b"), "clinic-a", replace=True)
+    assert most() == 500
+    (prepared.folder / "nodes.json").unlink()
+    assert most() == 500
+    assert {id: one.name for id, one in admissions.read_revocations(prepared).items()} == {id_of(key("a")): "clinic-a"}
+    runner, server = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"}), ["--server", str(prepared.folder)]
+    with LocalServer(prepared):
+        assert "max examples" in runner.invoke(get_program(), ["status", *server]).output
+        shown = json.loads(runner.invoke(get_program(), ["status", "--json", *server]).stdout)
+    assert shown["nodes"][0]["max_examples"] == 500
+    done = runner.invoke(get_program(), ["admit", str(key("b")), "--as", "clinic-a", "--max-examples", "20", *server])
+    assert "with the weight of at most 20 examples" in done.output
+    assert most() == 20
+    admissions.admit_node(prepared, key("b"), "clinic-a", max_examples=0)
+    assert most() is None
+    content = json.loads((prepared.folder / "nodes.json").read_text())
+    content[str(id_of(key("b")))]["max_examples"] = -1
+    (prepared.folder / "nodes.json").write_text(json.dumps(content))
+    with pytest.raises(FedspanError, match=r"nodes\.json is damaged"):
+        admissions.read_admissions(prepared)
+
+
+def test_a_limit_on_examples_outlives_a_revoked_and_an_ended_key(prepared: Any, key: Callable[[str], Path]) -> None:
+    def most() -> int | None:
+        (one,) = admissions.read_admissions(prepared).values()
+        return one.max_examples
+
+    admissions.admit_node(prepared, key("a"), "clinic", max_examples=500)
+    admissions.revoke_node(prepared, "clinic")
+    admissions.admit_node(prepared, key("b"), "clinic")
+    assert most() == 500
+    (prepared.folder / "nodes.json").unlink()  # the order of admissions is rebuilt, too
+    admissions.admit_node(prepared, key("b"), "clinic", max_examples=70)
+    path = prepared.folder / "nodes.json"
+    path.write_text(path.read_text().replace(admissions.read_admissions(prepared)[id_of(key("b"))].until, "2020-01-01"))
+    assert admissions.end_admissions(prepared) == [id_of(key("b"))]
+    admissions.admit_node(prepared, key("c"), "clinic")
+    assert most() == 70
+
+
+def test_a_lost_list_is_read_from_the_audit_log_once(prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run asks for it at every poll, and the log has an entry for every order."""
+    assert admissions.read_admissions(prepared) == {}
+    monkeypatch.setattr(admissions, "open_audit_log", None)
+    assert admissions.read_revocations(prepared) == {}
+
+
+def test_the_commands_warn_of_expiry_and_say_what_they_did(prepared: Any, key: Callable[[str], Path]) -> None:
+    runner, server = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"}), ["--server", str(prepared.folder)]
+    done = runner.invoke(get_program(), ["admit", str(key("AAAA")), "--as", "clinic-a", "--days", "3", *server])
+    assert done.exit_code == 0, done.output
+    with LocalServer(prepared):
+        shown = runner.invoke(get_program(), ["status", *server])
+    assert "the admission of clinic-a expires in 2 days" in shown.stderr
+    gone = runner.invoke(get_program(), ["revoke", "clinic-a", "--reason", "over", *server])
+    assert gone.output == f"revoked the key of clinic-a (node {id_of(key('AAAA'))})\n"
+    with LocalServer(prepared):
+        shown = runner.invoke(get_program(), ["status", *server])
+    assert "revoked" in next(line for line in shown.stdout.splitlines() if "clinic-a" in line), shown.output
+    audited = runner.invoke(get_program(), ["audit", str(prepared.folder)])
+    assert f"revoked  node={id_of(key('AAAA'))} name=clinic-a" in audited.output
+    assert runner.invoke(get_program(), ["revoke", "clinic-a", *server]).exit_code == 2
+    runner.invoke(get_program(), ["admit", str(key("AAAB")), "--as", "clinic-a", *server])
+    with LocalServer(prepared):
+        shown = runner.invoke(get_program(), ["status", *server])
+    assert "clinic-a" in shown.stdout
+    assert "revoked" not in shown.stdout  # the name has another key

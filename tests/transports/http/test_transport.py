@@ -21,12 +21,7 @@ ENVELOPES = {id: Envelope(id) for id in "abc"}
 
 
 class PretendServer:
-    """A server whose nodes return the messages that they receive, after some polls, or when the test says so.
-
-    Args:
-        online: Ids of the connected nodes.
-        polls: Number of polls after which a node has answered.
-    """
+    """A server whose nodes return the messages that they receive, after some polls, or when the test says so."""
 
     limit = 2**30
 

@@ -28,9 +28,16 @@ from fedspan.transports.ray.sharing import share_teams
 from fedspan.transports.ray.team import Piece, Resources, Team, WorkerHandle, open_team
 from fedspan.transports.ray.worker import BaseVersion
 from helpers import tiny
-from helpers.cluster_configs import config
 from helpers.plain_data import plain
 from helpers.run_content import content
+
+
+def config(folder: Path, engine: dict[str, Any] | None = None, **cluster: Any) -> Any:
+    """All four clients, for long enough that a worker can die meanwhile."""
+    changes: dict[str, Any] = {"federation": {"clients_per_round": None}, "training": {"local_steps": 40}}
+    cluster = {"workers": 2, "start_timeout": 60.0, **cluster}
+    return tiny.config(folder, **changes, engine=engine or {}, cluster=cluster)
+
 
 pytestmark = pytest.mark.slow
 BATCHED = {"name": "batched", "clients_per_pass": 2, "workers": 1}

@@ -42,9 +42,8 @@ from fedspan.assembly.cluster import connect_workers, get_resources
 from fedspan.assembly.run import Prepared
 from fedspan.federation.progress import Progress
 from fedspan.training.stages import Stage, Stages
-from fedspan.transports.ray.predictor import ClusterPredictor
 from fedspan.transports.ray.team import Piece, Queues, Team, open_team
-from fedspan.transports.ray.transport import cut_stacks
+from fedspan.transports.ray.transport import ClusterPredictor, cut_stacks
 
 WORKERS = {"cluster": {"workers": 2}}
 

@@ -67,4 +67,3 @@ class Aggregation(Protocol):
 
 
 AggregationFactory = Callable[[RoundContext, Tally], Aggregation]
-"""Creates the aggregation of a round."""

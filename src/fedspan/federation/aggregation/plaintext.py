@@ -91,11 +91,9 @@ class PlaintextAggregation:
             self._drop(id)
 
     def get_missing(self) -> tuple[str, ...]:
-        """``Aggregation.get_missing``."""
         return tuple(id for id in self.context.ids if id not in self.replies)
 
     def open(self, clients: Mapping[str, Client], attempt: int, encoder: OrderEncoder) -> Mapping[str, Masking | None]:
-        """``Aggregation.open``."""
         return dict.fromkeys(clients)
 
     def compute_reply_bytes(self, client: Client) -> int:
@@ -118,7 +116,6 @@ class PlaintextAggregation:
         return client
 
     def add(self, client: Client, reply: Reply, attempt: int) -> bool:
-        """``Aggregation.add``."""
         context = self.context
         require_requested(reply, client.id, context.get_sent_state(client.id).round, attempt, context.task)
         message = serialization.decode(reply.body)
@@ -196,7 +193,6 @@ class PlaintextAggregation:
         }
 
     def close(self, attempt: int) -> Reduced:
-        """``Aggregation.close``."""
         context, changes = self.context, self._changes
         if self._folds:
             if len(self.replies) < self.quorum:
@@ -271,7 +267,6 @@ class PlaintextAggregation:
         return self.replies.keys() - self._find_outliers().keys()
 
     def get_succeeded(self) -> Collection[str]:
-        """``Aggregation.get_succeeded``."""
         return self.replies
 
     def get_note(self) -> str | None:

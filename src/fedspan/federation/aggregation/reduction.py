@@ -123,7 +123,6 @@ class PrivateReducer:
         self._reducer.add(client_id, contribution)
 
     def compute_result(self) -> Reduced:
-        """``Reducer.compute_result``."""
         return self._privacy.release(self._reducer.compute_sum())
 
 

@@ -200,7 +200,6 @@ class SecureAggregation:
         return self._reduce(change, share)
 
     def get_counted(self) -> Collection[str]:
-        """``Aggregation.get_counted``."""
         return self.replies
 
     def get_succeeded(self) -> Collection[str]:

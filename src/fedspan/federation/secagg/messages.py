@@ -104,7 +104,6 @@ class Agreement(HeaderPart):
     """Digest of the config that the server sent to all nodes; empty in a simulation."""
     task: Literal["train", "second", "statistics"]
     round: Count
-    """Number of the round, from 0."""
     lr: Annotated[float, Field(ge=0)]
     model: _Digest
     """SHA-256 of the order's message, which is the same for all clients."""
@@ -124,12 +123,7 @@ class Agreement(HeaderPart):
     """Digest of the facts about all these clients (``compute_facts_digest``)."""
 
     def build_transcript(self, context: str, keys: Mapping[str, PublicKeys]) -> str:
-        """Return the text that binds secrets to this agreement, the session and its clients.
-
-        Args:
-            context: Text of the session, from ``build_session_context``.
-            keys: Public keys of all clients, by client id.
-        """
+        """Return the text that binds secrets to this agreement, the session and its clients."""
         digest = hashlib.sha256(f"{context}\n{self.model_dump_json()}\n".encode())
         for id, public in sorted(keys.items()):
             digest.update(public.build_statement(context, id))
@@ -284,8 +278,6 @@ def build_confirmation(transcript: str, survivors: Collection[str], dropped: Col
 
     Args:
         transcript: Text of the session and its agreement, from ``Agreement.build_transcript``.
-        survivors: Clients whose vectors are in the sum.
-        dropped: The other clients of the mask.
     """
     return json.dumps(["fedspan survivors 1", transcript, sorted(survivors), sorted(dropped)]).encode()
 

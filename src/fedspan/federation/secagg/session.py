@@ -80,8 +80,6 @@ def require_openable(present: Collection[str], needed: int, unopened: Mapping[st
     owner if more than half of the clients claim it.
 
     Args:
-        present: The masking partners.
-        needed: Number of shares that reconstruct a secret.
         unopened: The clients whose shares cannot be opened, by the client that claims so.
 
     Raises:
@@ -111,7 +109,6 @@ def unmask(total: Integers, masked: Masked, revealed: Mapping[str, Mapping[str, 
     it is convicted, too.
 
     Args:
-        total: Sum of the survivors' vectors.
         masked: The masking partners of the session.
         revealed: Shares by the client that stored them and the client whose secret they share: a survivor's own mask, a
             dropout's masking key.
@@ -181,9 +178,6 @@ class SecureSession:
 
     Args:
         seconds: Time limit of a phase for the clients, in seconds.
-        round: Number of the round, from 0.
-        attempt: Attempt of the round, from 0.
-        quorum: Minimum number of clients.
         identities: Public keys in OpenSSH's format that have to sign the clients' session keys, by client; others need
             no signature.
     """

@@ -36,8 +36,8 @@ class RoundPlan:
 def plan_round(settings: TrainingSettings, seed: int, assignment: Assignment) -> RoundPlan:
     """Plan the training of an assignment: its job's steps or epochs, or else the run's; one epoch for a probe."""
     job = assignment.job
-    steps = settings.steps if job.steps is None and job.epochs is None else job.steps
-    epochs = settings.epochs if job.epochs is None else job.epochs
+    steps = settings.local_steps if job.steps is None and job.epochs is None else job.steps
+    epochs = settings.local_epochs if job.epochs is None else job.epochs
     rng = create_generator(seed, "trainer", assignment.round, assignment.client, job.phase)
     return RoundPlan(
         assignment.client,

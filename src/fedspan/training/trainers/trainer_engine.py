@@ -24,7 +24,7 @@ from fedspan.tasks.losses import bound_loss
 from fedspan.tasks.metrics import is_metric_name
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.engine import FinishJob, OpenJob, train_one_by_one
-from fedspan.training.jobs import Assignment, NotFiniteError, TrainingSettings, build_not_finite_error
+from fedspan.training.jobs import Assignment, NotFiniteError, Privacy, TrainingSettings, build_not_finite_error
 from fedspan.training.services import TrainingServices
 from fedspan.training.stages import Stages
 from fedspan.training.trainers.install import FrozenBase, checksum_frozen, install_job
@@ -70,10 +70,11 @@ class TrainerEngine(TrainingServices):
         stages: Stages | None = None,
         metric: str | None = None,
         processes: Processes | None = None,
+        privacy: Privacy | None = None,
     ) -> None:
         first = next(iter(owners.values()))
-        _require_supported(settings)
-        super().__init__(first.adapted, task, settings, seed, stages=stages)
+        _require_supported(settings, privacy)
+        super().__init__(first.adapted, task, settings, seed, stages=stages, privacy=privacy)
         self.owners = dict(owners)
         _require_equal_models(self.owners)
         self._frozen = {
@@ -309,13 +310,12 @@ class TrainerEngine(TrainingServices):
 
         Gradient checkpointing computes a layer twice and restores torch's random state, which keyed masks would ignore.
         """
-        rate, model = self.settings.dropout, adapted.model
+        rate, model = self.settings.lora_dropout, adapted.model
         if rate:
             adapted.set_dropout(lambda x, layer: functional.dropout(x, rate, model.training))
 
 
-def _require_supported(settings: TrainingSettings) -> None:
-    privacy = settings.privacy
+def _require_supported(settings: TrainingSettings, privacy: Privacy | None) -> None:
     if privacy is not None and privacy.mechanism == "dp-sgd":
         problem = "dp-sgd needs every example's own gradient, which a foreign trainer does not compute"
         raise FedspanError("privacy.mechanism", "dp-sgd", "central or local", problem=problem)

@@ -9,7 +9,6 @@ import ssl
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -40,19 +39,6 @@ _FIRST_SHOWN, _SHOWN_EVERY = 3.0, 5.0
 """Seconds after which a transfer's progress is logged: for the first time, and then again."""
 
 log = logging.getLogger("fedspan.node")
-
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """Limits on the bandwidth of a node's transfers.
-
-    Args:
-        up: Bytes per second that the node sends on average; None: no limit.
-        down: Bytes per second that it receives; None: no limit.
-    """
-
-    up: float | None = None
-    down: float | None = None
 
 
 class Pacer:
@@ -113,10 +99,11 @@ class Link(NamedTuple):
     """The connection data of a server for a node.
 
     Args:
-        address: Address as ``host:port``.
         authority: File with the certificates of the server's authority and order key; None: an insecure connection.
         key: The node's private key; None: a trial without keys.
         limit: Maximum size of a message, in bytes.
+        up: Bytes per second that the node sends on average; None: no limit.
+        down: Bytes per second that it receives; None: no limit.
         proxy: Address of the proxy to the server; None: that of the environment, if any.
         tls_authority: File with the authority of the connection's certificate, if a proxy in front of the server
             terminates TLS; None: ``authority``.
@@ -126,27 +113,20 @@ class Link(NamedTuple):
     authority: Path | None
     key: ec.EllipticCurvePrivateKey | None
     limit: int
-    bandwidth: Bandwidth | None = None
+    up: float | None = None
+    down: float | None = None
     proxy: str | None = None
     tls_authority: Path | None = None
 
     def create_signer(self) -> NodeSigner | UnsignedSigner:
-        """Return the signer of this node: with keys, only orders that the server signed are carried out.
-
-        Raises:
-            FedspanError: If the authority's file has no valid certificate of an order key.
-        """
+        """Return the signer of this node: with keys, only orders that the server signed are carried out."""
         if self.key is None or self.authority is None:
             return UnsignedSigner()
         return NodeSigner(self.key, self.authority)
 
 
 def open_client(link: Link) -> httpx.Client:
-    """Open connections to a server, through a proxy if there is one.
-
-    Raises:
-        FedspanError: If a file of certificates is not one.
-    """
+    """Open connections to a server, through a proxy if there is one."""
     verify: ssl.SSLContext | bool = False
     if link.authority is not None:
         path = link.tls_authority or link.authority
@@ -187,8 +167,7 @@ class NodeConnection:
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.link, self._signer, self._client = link, signer, client
-        bandwidth = link.bandwidth or Bandwidth()
-        self._up, self._down = Pacer(bandwidth.up), Pacer(bandwidth.down)
+        self._up, self._down = Pacer(link.up), Pacer(link.down)
         self.sent = TransferProgress("reply sent", on_progress)
         self.received = TransferProgress("order received", on_progress)
         self.node, self.session = 0, ""

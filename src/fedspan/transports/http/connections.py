@@ -176,7 +176,6 @@ class Connections:
 
 
 CONNECTIONS = Connections()
-"""The connections of the server in this process."""
 
 
 class _Handshake:

@@ -47,7 +47,6 @@ SOON = 30.0
 """Days before the end of a certificate, or of an admission, from which on commands warn."""
 
 SEALING_BYTES = 32
-"""Size of a sealing key."""
 _JOIN, _SEALING = b"fedspan join 1", b"fedspan sealing key 1"
 _DAYS = 730
 _NEXT = "next"
@@ -57,11 +56,7 @@ _FIRST = "first"
 
 
 def ensure_authority(folder: Path, hosts: Sequence[str]) -> None:
-    """Create an authority and a server certificate, unless the folder contains them.
-
-    Raises:
-        FedspanError: If the folder's certificate is not valid for a host.
-    """
+    """Create an authority and a server certificate, unless the folder contains them."""
     if (folder / _FIRST).exists():  # an earlier start was interrupted
         _move_first(folder)
     if not (folder / AUTHORITY).exists():
@@ -136,11 +131,7 @@ def _require_no_certificates(folder: Path) -> None:
 
 
 def list_certified_hosts(folder: Path) -> list[str]:
-    """Return the host names and addresses for which a server's certificate is valid.
-
-    Raises:
-        FedspanError: If the file is not a certificate.
-    """
+    """Return the host names and addresses for which a server's certificate is valid."""
     path = folder / CERTIFICATE
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
@@ -374,9 +365,6 @@ def load_order_keys(path: Path) -> list[ec.EllipticCurvePublicKey]:
     Args:
         path: File with the certificates of authorities and of their order keys: one of each, or two while the server's
             certificates are renewed.
-
-    Raises:
-        FedspanError: If the file has no valid certificate of an order key.
     """
     expected = f"the {AUTHORITY} that fedspan server wrote"
     keys: list[ec.EllipticCurvePublicKey] = []

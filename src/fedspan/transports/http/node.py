@@ -40,7 +40,6 @@ _REFUSED = 150.0
 _UNKNOWN_PAUSE = 60.0
 """Maximum number of seconds between two connections of a node whose key the server does not accept."""
 _CHECK_SECONDS = 10.0
-"""Time limit of the check of a server, in seconds."""
 _FOREIGN = 18, 19, 20, 21
 """OpenSSL's codes of a certificate whose authority is another one."""
 _UNKNOWN = (
@@ -61,7 +60,6 @@ class _Reply:
 
     Args:
         message: The reply; None: there is none, for a reason.
-        reason: The reason.
         upload: Name of the reply at the server, under which another connection continues it.
     """
 

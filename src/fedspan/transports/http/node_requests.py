@@ -61,7 +61,6 @@ class Session:
         process: The process that has joined, as it says.
         seen: When it sent its last request; a request that waits counts until it ends.
         polls: Number of its requests that wait for an order; only the latest goes on.
-        number: Number of the latest one.
         signal: Set when an order was stored for it, or a later request waits.
         uploads: Number of the latest request that sends the reply to an order, by the order's id.
     """

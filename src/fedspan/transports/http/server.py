@@ -107,11 +107,7 @@ def is_prepared(folder: Path) -> bool:
 
 
 def read_link(folder: Path) -> ServerLink:
-    """Return the connection data of a server for its own machine.
-
-    Raises:
-        FedspanError: If no server was ever started with the folder.
-    """
+    """Return the connection data of a server for its own machine."""
     try:
         description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
         port, insecure = int(description["port"]), bool(description["insecure"])
@@ -142,14 +138,7 @@ class Operator:
         )
 
     def post(self, path: str, content: Any = None, wait: float = 0.0) -> Any:
-        """Send a request, and return its answer.
-
-        Args:
-            wait: Seconds for which the answer may wait.
-
-        Raises:
-            httpx.HTTPError: If the server is unreachable, or refuses.
-        """
+        """Send a request, and return its answer."""
         answer = self._client.post(path, json=content, timeout=_SECONDS + wait)
         answer.raise_for_status()
         return answer.json()

@@ -83,7 +83,6 @@ class UnsignedSigner:
         return Body(b"", b"", body)
 
     def seal(self, header: str, body: Body, node: int, sealing: bytes) -> tuple[bytes, bytes]:
-        """``ServerSigner.seal``."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         return join_message(pack([nonce, _encode(header)])), nonce
 
@@ -108,9 +107,6 @@ class ServerSigner:
     Args:
         nodes: Returns the public keys of the admitted nodes in OpenSSH's format, by id. It is called for every reply,
             so that a revoked key counts no longer.
-
-    Raises:
-        FedspanError: If the folder has no order key.
     """
 
     def __init__(self, folder: Path, nodes: Callable[[], Mapping[int, bytes]]) -> None:
@@ -167,9 +163,6 @@ class NodeSigner:
 
     Args:
         authority: File with the certificates of the authority and of the order key, from the server's operator.
-
-    Raises:
-        FedspanError: If the file has no valid certificate of an order key.
     """
 
     def __init__(self, key: ec.EllipticCurvePrivateKey, authority: Path) -> None:

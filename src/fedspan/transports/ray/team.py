@@ -27,7 +27,6 @@ T = TypeVar("T")
 MAX_LOSSES = 2
 """Number of workers that may die during one piece of work; after one more, the piece counts as failed."""
 _MAX_RESTARTS = 3
-"""Number of times that a worker that died is restarted in a run."""
 _LOST = (NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError)
 
 
@@ -89,11 +88,7 @@ def _start_team(resources: Resources) -> Generator[Team]:
 
 
 def open_team(resources: Resources) -> AbstractContextManager[Team]:
-    """Start workers for the time of a run, or use those of an earlier run of the same series.
-
-    Raises:
-        FedspanError: If there is no cluster at the address.
-    """
+    """Start workers for the time of a run, or use those of an earlier run of the same series."""
     return enter_shared_or_new(resources, _start_team(resources))
 
 
@@ -128,11 +123,7 @@ class Piece(Generic[T]):
 
 
 class Team:
-    """The workers of a run.
-
-    Raises:
-        FedspanError: If the workers do not start in time.
-    """
+    """The workers of a run."""
 
     def __init__(self, resources: Resources) -> None:
         self.resources = resources

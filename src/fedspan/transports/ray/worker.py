@@ -246,10 +246,6 @@ def _build_outcome(host: Host, reply: Reply) -> Outcome:
         reply.to_envelope(),
         STATE.encode(id, reply.round, store.stored[id]) if id in store.stored else None,
         TRAINED.encode(id, *store.trained[id]) if id in store.trained else None,
-        _load_session(host, id),
+        None if host.secure is None else host.secure[id].sessions.load(id),
         host.engine.refusal if isinstance(host.engine, BatchedEngine) else None,
     )
-
-
-def _load_session(host: Host, id: str) -> Session | None:
-    return None if host.secure is None else host.secure[id].sessions.load(id)
