@@ -19,6 +19,7 @@ from typing import Any
 PARTITIONS = {"IID": (), "Dirichlet 0.3": ("partition.partitioner=dirichlet", "partition.alpha=0.3")}
 WORDS = 40
 """Length of the longest product reviews that are used: training on long texts takes long."""
+_PAIR = ("sentence1", "sentence2", "label")
 DOMAINS = ("airline", "books", "dvd", "electronics", "kitchen")
 
 Rows = list[tuple[str, ...]]
@@ -87,6 +88,20 @@ def sst2(data: Path, part: str) -> Rows:
     return [(text.strip(), names[int(label)]) for text, label in rows]
 
 
+def glue_pairs(name: str, columns: Sequence[int], *files: str) -> Callable[[Path, str], Rows]:
+    """Pairs of texts of GLUE, with the numbers of their columns; the test part is at most 400 rows of the last file."""
+
+    def read(data: Path, part: str) -> Rows:
+        rows = tsv(data / "glue" / name / files[0 if part == "train" else -1])
+        held = set(random.Random(0).sample(range(len(rows)), min(400, len(rows))))
+        if part == "test" or len(files) == 1:
+            rows = [row for number, row in enumerate(rows) if (number in held) == (part == "test")]
+        classes = {"0": "different", "1": "equivalent"}
+        return [tuple(classes.get(row[column], row[column]) for column in columns) for row in rows]
+
+    return read
+
+
 def reviews(data: Path, part: str) -> Iterator[tuple[str, str, str]]:
     """Text, sentiment and domain of the product reviews of at most ``WORDS`` words."""
     for domain in DOMAINS:
@@ -149,6 +164,9 @@ SETS: dict[str, TextSet | ImageSet] = {
     "SST-2": TextSet(("sentence", "label"), sst2),
     "reviews, sentiment": TextSet(("review", "sentiment"), sentiments, train=400),
     "reviews, domain": TextSet(("review", "topic"), domains, train=None),
+    "MRPC": TextSet(_PAIR, glue_pairs("MRPC", (3, 4, 0), "train.tsv", "msr_paraphrase_test.txt")),
+    "QNLI": TextSet(_PAIR, glue_pairs("QNLI", (1, 2, 3), "dev.tsv")),
+    "RTE": TextSet(_PAIR, glue_pairs("RTE", (1, 2, 3), "train.tsv", "dev.tsv")),
     "PACS": ImageSet(pacs, split=False),
     "Fashion-MNIST": ImageSet(fashion_mnist),
 }
