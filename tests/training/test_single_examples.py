@@ -16,19 +16,19 @@ from fedspan.core.values import Job
 from fedspan.training.jobs import Assignment
 from helpers import tiny
 
-CLIP, SCORE, TEXTS = 0.3, 2.5e38, 40
-LOOP, PADDED, PACKED = {"name": "loop"}, {"name": "batched", "padding_free": False}, {"name": "batched"}
+CLIP, SCORE, TEXTS = 0.3, 2.5e38, 39
+LOOP, PADDED = {"name": "loop"}, {"name": "batched", "padding_free": False}
 
 
 def hostile_run(folder: Path, kind: str, engine: dict[str, Any], *, longer: bool, **changes: Any) -> Prepared:
     """A run whose first block prefers padding by more than a mask of the least number of float32 takes away.
 
     Padding has an embedding of its own, to which all words but word11 have the opposite one. The score of a query at
-    such a word is about -SCORE, and at padding SCORE, before the mask. Texts with word11 prefer it to padding; a cache of hidden states is
-    verified on these.
+    such a word is about -SCORE, and at padding SCORE, before the mask. Texts with word11 prefer it to padding; a cache
+    of hidden states is verified on these.
 
     Args:
-        longer: Whether the data set has another text, as its last, which is longer than all others.
+        longer: Whether a client has another text, which is longer than its others.
     """
     path = tiny.save_model(kind, folder)
     rows = ["text,label,site"]
@@ -36,7 +36,7 @@ def hostile_run(folder: Path, kind: str, engine: dict[str, Any], *, longer: bool
         label, rest = tiny.LABELS[number % 4], " word9" * (number >= TEXTS // 2)
         first = 11 if number % 13 == 0 else number % 8
         rows.append(f"word{first} {label}{number % 5}{rest},{label},west")
-    rows += [f"{'word1 ' * 14},lab,west"] * longer
+    rows += [f"{'word11 ' * 14},lab,east", *[f"{'word1 ' * 12},lab,west"] * longer]
     (folder / "corpus.csv").write_text("\n".join(rows))
     model = transformers.BertModel.from_pretrained(path, num_attention_heads=16)  # of one entry: scores have no scale
     attention, words = model.encoder.layer[0].attention.self, model.embeddings.word_embeddings.weight
@@ -53,7 +53,7 @@ def hostile_run(folder: Path, kind: str, engine: dict[str, Any], *, longer: bool
     whole = {
         "federation": {"clients_per_round": 1},
         "data": {"test_fraction": 0.0},
-        "partition": {"validation": 0.0, "test": 0.0},
+        "partition": {"validation": 0.0, "test": 0.0, "min_examples": 1},
     }
     config = tiny.config(folder, kind, engine=engine, **whole, **changes)
     return prepare(config, key=bytes(32))
@@ -72,7 +72,6 @@ def choose_job(run: Prepared) -> Job:
     [
         ("bert", LOOP, {}),
         ("bert", PADDED, {}),
-        ("bert", PACKED, {}),
         ("deep-bert", LOOP, {"layers_to_transform": [1]}),  # hidden states of the first block are stored
     ],
 )
