@@ -171,20 +171,14 @@ class BatchedEngine:
         if not generate:  # generated answers have other lengths
             self.prefixes.ensure(examples, parts, self._run_caches)
         count = 1 if self.stacking is None else self.stacking.workers
-        rows = self._compute_rows(job, examples, parts, batch_size, count, generate=generate)
+        batches = [batch for part in parts for batch in split_evaluation_batches(part, examples.lengths, batch_size)]
+        rows = self._compute_rows(job, examples, batches, count, generate=generate)
         return torch.stack([rows[index] for index in indices.tolist()])
 
     def _compute_rows(
-        self,
-        job: Job | None,
-        examples: Examples,
-        parts: Sequence[np.ndarray],
-        batch_size: int,
-        count: int,
-        **options: bool,
+        self, job: Job | None, examples: Examples, batches: Sequence[np.ndarray], count: int, **options: bool
     ) -> dict[int, Tensor]:
         """Call ``TrainingServices.compute_rows`` in up to ``count`` threads."""
-        batches = [batch for part in parts for batch in split_evaluation_batches(part, examples.lengths, batch_size)]
         workers = self._get_workers(min(count, len(batches)))
         remaining = reversed(batches)  # which threads share, the longest texts first
         rows: dict[int, Tensor] = {}
@@ -316,7 +310,8 @@ class BatchedEngine:
     def compute_features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
         """``Engine.compute_features``."""
         self.prefixes.ensure(examples, [indices], self._run_caches)
-        rows = self._compute_rows(job, examples, [indices], batch_size, self._count_threads(), features=True)
+        batches = split_evaluation_batches(indices, examples.lengths, batch_size)
+        rows = self._compute_rows(job, examples, batches, self._count_threads(), features=True)
         return join_features(rows, indices)
 
     @property
