@@ -218,13 +218,15 @@ def test_labels_that_nothing_explains_start_near_their_shares() -> None:
     assert float(loss) < 0.75  # 0.61 with the shares alone
 
 
-@pytest.mark.parametrize("shrinkage", [0.05, 0.5])
-def test_least_squares_are_a_ridge_regression(shrinkage: float) -> None:
+@pytest.mark.parametrize("shrinkage", [0.05, 0.5, None])
+def test_least_squares_are_a_ridge_regression(shrinkage: float | None) -> None:
     features, _ = examples()
     answers = features @ torch.linspace(-1, 1, FEATURES) + 4.0
     head = fit_least_squares(summarize_features(features, answers, 1, "least-squares"), 60, shrinkage)
     double = features.double().numpy()
-    variance = float(np.cov(double.T, bias=True).trace()) / FEATURES
+    covariance = np.cov(double.T, bias=True)
+    variance = float(covariance.trace()) / FEATURES
+    shrinkage = shrinkage or compute_oas_shrinkage(torch.from_numpy(covariance), 60 - 1)
     theirs = Ridge(alpha=60 * variance * shrinkage / (1 - shrinkage)).fit(double, answers.double().numpy())
     # (1 - a) F in place of F: the same directions, of another length
     np.testing.assert_allclose(head.weight.numpy()[0] * (1 - shrinkage), theirs.coef_, rtol=1e-4, atol=1e-5)
@@ -245,7 +247,8 @@ def test_oas_shrinks_less_with_more_examples_and_wholly_without_structure() -> N
     covariance = torch.diag(torch.tensor([4.0, 1.0, 0.25], dtype=torch.float64))
     few, many = compute_oas_shrinkage(covariance, 5), compute_oas_shrinkage(covariance, 500)
     assert 0 < many < few < 1
-    assert compute_oas_shrinkage(torch.eye(3, dtype=torch.float64), 50) == 1.0
+    for covariance in (torch.eye(3), torch.diag(torch.tensor([1.1, 1.0, 1.0]))):
+        assert compute_oas_shrinkage(covariance.double(), 50) == 1.0
 
 
 def test_rescaled_statistics_are_those_of_longer_features() -> None:

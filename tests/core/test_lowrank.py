@@ -159,7 +159,7 @@ def test_splits_of_an_svd_multiply_to_the_matrix(pair: lowrank.LowRank) -> None:
 
 
 def test_a_randomized_svd_that_would_save_nothing_is_the_full_one() -> None:
-    matrix = torch.randn((40, 12), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    matrix = torch.randn((40, 13), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     full, found = (
         lowrank.compute_leading_svd(matrix, 3),
         lowrank.compute_leading_svd(matrix, 3, create_generator(1, "leading")),
