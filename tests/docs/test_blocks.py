@@ -449,7 +449,7 @@ LOSSES = r"slow-a: \d\.\d{3}, \d\.\d{3}$"
 @pytest.mark.parametrize(
     ("name", "made", "model", "settings", "lines"),
     [
-        ("own_method", "slow-a-seed0", "deep-bert", {"layer": 1, "examples": 120}, ["slow-a: held-out accuracy ", LOSSES]),
+        ("own_method", "slow-a-seed0", "deep-bert", {"layer": 1, "examples": 120}, ["slow-a: held-out acc", LOSSES]),
         ("own_trainer", "run/adapter", "llama-lm", {"texts": 16, "rounds": 2}, [".* on held-out letters"]),
         ("instruction_tuning", "run/adapter", "llama-lm", {"each": 10}, ["round 1: held-out loss "]),
         ("three_machines", "run/adapter", "deep-bert", {"layer": 1, "texts": 360}, 3 * [".* on its own test part"]),

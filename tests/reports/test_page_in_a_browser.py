@@ -1,8 +1,6 @@
 """The page in a real browser: every chart is drawn, nothing is fetched, buttons work, on a phone too."""
 
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +10,7 @@ import fedspan
 from helpers import tiny
 
 pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
-)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium or Chrome on this machine"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +23,6 @@ def page(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         [0, 1],
     )
     return fedspan.report(folder / "series", folder / "page.html", diagnostics=True)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playing:
-        made = playing.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield made
-        made.close()
 
 
 @pytest.mark.parametrize("width", [1200, 390])

@@ -567,9 +567,7 @@ def test_a_client_that_is_gone_adds_nothing_to_the_sum(prepared: Prepared, tiny_
 
 def test_a_cohort_that_may_be_too_small_to_hide_in_is_refused(tiny_folder: Path) -> None:
     given = tiny.settings(
-        tiny_folder,
-        privacy={"mechanism": "central", "noise": 1.0},
-        federation={"weights": "uniform", "secure": {}},
+        tiny_folder, privacy={"mechanism": "central", "noise": 1.0}, federation={"weights": "uniform", "secure": {}}
     )
     with pytest.raises(FedspanError, match=r"with privacy\.mechanism: central and federation\.secure") as refused:
         parse_config(given)
