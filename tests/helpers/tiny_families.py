@@ -161,7 +161,7 @@ def save_data(folder: Path) -> None:
     """The texts, questions, pairs of texts and pictures that the families train on."""
     tiny.save_corpus(folder)
     tiny_decoders.save_questions(folder)
-    tiny_seq2seq.save_pairs(folder / "pairs.jsonl")
+    tiny_seq2seq.save_pairs(folder / "pairs.csv")
     tiny_images.save_pictures(folder)
 
 
@@ -178,7 +178,7 @@ def settings(folder: Path, key: str, method: str = "fedit", engine: str = "loop"
     elif family.task == LANGUAGE:
         values = tiny_decoders.settings(folder)
     elif family.task == PAIRS:
-        data = {"train": str(folder / "pairs.jsonl"), "text": "de", "answer": "en", "test_fraction": 0.2}
+        data = {"train": str(folder / "pairs.csv"), "text": "de", "answer": "en", "test_fraction": 0.2}
         values = tiny.settings(folder) | {"data": data}
     else:
         values = tiny.settings(folder)

@@ -18,6 +18,14 @@ def _make_text(rng: random.Random, label: str) -> str:
     return " ".join(words)
 
 
+def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
 def save_pairs(path: Path) -> Path:
     """Write triplets of three sites: an anchor, a positive of its label, and a negative of another label.
 
@@ -31,28 +39,24 @@ def save_pairs(path: Path) -> Path:
             rows.append(
                 {"query": _make_text(rng, label), "found": positive, "wrong": _make_text(rng, other), "site": site}
             )
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
+    return _write(path, rows)
 
 
 def save_scored_pairs(path: Path) -> Path:
     """Write pairs of three sites with scores from 0 to 5, more for texts of one label."""
-
-    def draw(rng: random.Random) -> dict[str, Any]:
-        first, second = rng.choice(tiny.LABELS), rng.choice(tiny.LABELS)
-        score = round((3 if first == second else 0) + 2 * rng.random(), 2)
-        return {"a": _make_text(rng, first), "b": _make_text(rng, second), "score": score}
-
-    return tiny.save_rows(path, _SITES, 8, draw)
+    rng, rows = random.Random(8), list[dict[str, Any]]()
+    for site, size in _SITES.items():
+        for _ in range(size):
+            first, second = rng.choice(tiny.LABELS), rng.choice(tiny.LABELS)
+            score = round((3 if first == second else 0) + 2 * rng.random(), 2)
+            rows.append({"a": _make_text(rng, first), "b": _make_text(rng, second), "score": score, "site": site})
+    return _write(path, rows)
 
 
 def settings(models: Path, own: Path, *, scored: bool = False, **changes: Mapping[str, Any]) -> dict[str, Any]:
     """A run of text embedding on triplets, or on scored pairs, as plain values; ``changes`` go into its sections."""
     if scored:
-        path = save_scored_pairs(own / "scored.jsonl")
+        path = save_scored_pairs(own / "scored.csv")
         data: dict[str, Any] = {"train": str(path), "text": "a", "text_pair": "b", "label": "score"}
     else:
         path = save_pairs(own / "pairs.csv")

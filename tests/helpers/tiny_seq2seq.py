@@ -1,5 +1,6 @@
 """Tiny models with an encoder and a decoder, and pairs of texts: the words of the target are those of the source."""
 
+import csv
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -65,13 +66,16 @@ def save_model(kind: str, folder: Path) -> Path:
 
 def save_pairs(path: Path) -> Path:
     """Write pairs of three sites: the target has the words of the source with another article, shorter by one word."""
-
-    def draw(rng: random.Random) -> dict[str, Any]:
-        numbers = [rng.randrange(8) for _ in range(rng.randint(2, 7))]
-        texts = [" ".join(words[number] for number in numbers) for words in (_SOURCES, _TARGETS)]
-        return {"de": texts[0], "en": texts[1].rpartition(" ")[0]}
-
-    return tiny.save_rows(path, _SITES, 8, draw)
+    rng = random.Random(8)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["de", "en", "site"])
+        for site, size in _SITES.items():
+            for _ in range(size):
+                numbers = [rng.randrange(8) for _ in range(rng.randint(2, 7))]
+                target = " ".join(_TARGETS[number] for number in numbers[:-1])
+                writer.writerow([" ".join(_SOURCES[number] for number in numbers), target, site])
+    return path
 
 
 def settings(own: Path, kind: str = "t5", **changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +83,7 @@ def settings(own: Path, kind: str = "t5", **changes: Mapping[str, Any]) -> dict[
     values = tiny.settings(own) | {
         "task": "seq2seq",
         "task_options": {"prefix": "say: "},
-        "data": {"train": str(save_pairs(own / "pairs.jsonl")), "text": "de", "answer": "en", "test_fraction": 0.2},
+        "data": {"train": str(save_pairs(own / "pairs.csv")), "text": "de", "answer": "en", "test_fraction": 0.2},
         "model": {"name": str(save_model(kind, own / kind)), "target_modules": TARGETS[kind], "max_length": 16},
     }
     evaluation = {"generate": True, "max_new_tokens": 9}

@@ -110,7 +110,7 @@ def test_mistakes_in_scored_columns_and_options_are_named(
 
 
 def test_init_infers_embedding_columns_only_on_request(tmp_path: Path) -> None:
-    path = tiny_pairs.save_scored_pairs(tmp_path / "scored.jsonl")
+    path = tiny_pairs.save_scored_pairs(tmp_path / "scored.csv")
     assert write_starter_config(path, tmp_path / "a.yaml").config.task != "text-embedding"
     written = write_starter_config(path, tmp_path / "b.yaml", task="text-embedding").config
     assert (written.task, written.data.text, written.data.text_pair) == ("text-embedding", "a", "b")
