@@ -26,7 +26,7 @@ def page(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("width", [1200, 390])
-def test_charts_are_drawn_and_buttons_work(width: int, page: Path, browser: Any) -> None:
+def test_charts_are_drawn_and_buttons_work(width: int, browser: Any, page: Path) -> None:
     seen, wrong, asked = browser.new_page(viewport={"width": width, "height": 900}), list[str](), list[str]()
     seen.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
     seen.on("pageerror", lambda error: wrong.append(str(error)))
@@ -49,7 +49,7 @@ def test_charts_are_drawn_and_buttons_work(width: int, page: Path, browser: Any)
     seen.close()
 
 
-def test_a_dark_page_has_light_text(page: Path, browser: Any) -> None:
+def test_a_dark_page_has_light_text(browser: Any, page: Path) -> None:
     """Also if the reader changes the scheme while the page is open."""
     seen = browser.new_page(color_scheme="dark")
     seen.goto(page.as_uri())
