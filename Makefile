@@ -49,7 +49,7 @@ test: dev
 
 # docs/words.txt, the words to avoid on these pages, is codespell's dictionary and its pattern at once.
 WORDS_PAGES := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md examples/README.md examples/tutorials \
-               docs/*.md docs/api docs/architecture docs/claims/*.md docs/methods docs/results \
+               docs/*.md docs/api docs/architecture docs/claims/*.md docs/methods docs/results/*.md \
                src/fedspan/data/corpus/*/README.md src/fedspan/deployment/templates/README.md
 
 # Their texts are pieces of code and of YAML: words only, no rules of style. The tests' are the sources of error messages.

@@ -16,7 +16,7 @@ import torch
 from evidence.pages.outside_reference import PENALTIES, Cells, TextEncoder, encode_all, fit_regression, format_interval
 from evidence.pages.subsets import Cell, config_of, write_data
 
-NAMES = ("MRPC", "QNLI", "RTE")
+NAMES = ("MRPC", "QNLI")
 FEATURES = {
     "u, v, |u - v|": lambda u, v: torch.cat([u, v, (u - v).abs()], 1),
     "|u - v|, u * v": lambda u, v: torch.cat([(u - v).abs(), u * v], 1),

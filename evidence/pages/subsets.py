@@ -166,7 +166,6 @@ SETS: dict[str, TextSet | ImageSet] = {
     "reviews, domain": TextSet(("review", "topic"), domains, train=None),
     "MRPC": TextSet(_PAIR, glue_pairs("MRPC", (3, 4, 0), "train.tsv", "msr_paraphrase_test.txt")),
     "QNLI": TextSet(_PAIR, glue_pairs("QNLI", (1, 2, 3), "dev.tsv")),
-    "RTE": TextSet(_PAIR, glue_pairs("RTE", (1, 2, 3), "train.tsv", "dev.tsv")),
     "PACS": ImageSet(pacs, split=False),
     "Fashion-MNIST": ImageSet(fashion_mnist),
 }
