@@ -10,17 +10,18 @@ import argparse
 import gc
 import logging
 import os
+import shutil
 import sys
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from helpers.captured_log import CapturedLog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from click.testing import Result
 
@@ -208,6 +209,34 @@ def prepared(tiny_folder: Path) -> Prepared:
     from helpers import tiny
 
     return prepare(tiny.config(tiny_folder, federation={"rounds": 3}))
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many clients shared each pass."""
+    from fedspan.training.worker import Worker
+
+    found, advance = list[int](), Worker.advance
+
+    def counted(self: Worker, group: Sequence[Any], examples: Any) -> None:
+        advance(self, group, examples)
+        found.append(len(group))
+
+    monkeypatch.setattr(Worker, "advance", counted)
+    return found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium or Chrome; a test is skipped where there is none."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    paths = [path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))]
+    if not paths:
+        pytest.skip("there is no Chromium or Chrome on this machine")
+    with sync_api.sync_playwright() as playing:
+        made = playing.chromium.launch(executable_path=paths[0], args=["--no-sandbox"])
+        yield made
+        made.close()
 
 
 @pytest.fixture(scope="session")

@@ -46,9 +46,7 @@ def settings(**changes: Any) -> dict[str, Any]:
         "federation": {"rounds": 2},
         "training": {"lr": 0.05, "local_epochs": 1},
     }
-    for section, change in changes.items():
-        values[section] = {**values.get(section, {}), **change} if isinstance(change, dict) else change
-    return values
+    return tiny.change_sections(values, changes)
 
 
 def simulate(tiny_folder: Path, folder: Path, resume: bool = False, **changes: Any) -> fedspan.RunReport:

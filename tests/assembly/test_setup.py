@@ -18,12 +18,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import fedspan
-from fedspan.assembly.engine import (
-    compute_max_length,
-    keep_stacking_plan,
-    require_private_model,
-    set_algorithms,
-)
+from fedspan.assembly.engine import compute_max_length, keep_stacking_plan, require_private_model, set_algorithms
 from fedspan.assembly.model import ModelObjects
 from fedspan.assembly.run import Objects, Prepared, _find_test_parts, prepare
 from fedspan.config import parse_config

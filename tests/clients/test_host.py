@@ -247,8 +247,7 @@ def prepared(tiny_folder: Path) -> Prepared:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{KIND: "means"}, {KIND: 1}, {BOUND: 1}, {BOUND: -1.0}, {BOUND: float("inf")}, {BOUND: float("nan")}],
+    "changes", [{KIND: "means"}, {KIND: 1}, {BOUND: 1}, {BOUND: -1.0}, {BOUND: float("inf")}, {BOUND: float("nan")}]
 )
 def test_an_order_for_statistics_has_a_known_kind_and_a_finite_bound(changes: dict[str, object]) -> None:
     message = Message({}, {KIND: "lda", BOUND: 0.0, "steps": 3})

@@ -182,13 +182,7 @@ shapes = st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    shapes,
-    st.integers(3, 9),
-    st.sampled_from([32, 64]),
-    st.floats(0.01, 1000.0),
-    st.integers(0, 2**32),
-)
+@given(shapes, st.integers(3, 9), st.sampled_from([32, 64]), st.floats(0.01, 1000.0), st.integers(0, 2**32))
 def test_the_mean_is_that_of_the_survivors_within_the_bound(
     layout: list[list[int]], clients: int, bits: int, clip: float, seed: int
 ) -> None:

@@ -49,8 +49,7 @@ def run_attack(name: str, game: Game) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("clients", "colluders"),
-    [pytest.param(*case, marks=pytest.mark.slow if case[0] == 11 else ()) for case in BOUNDED],
+    ("clients", "colluders"), [pytest.param(*case, marks=pytest.mark.slow if case[0] == 11 else ()) for case in BOUNDED]
 )
 @pytest.mark.parametrize("name", ATTACKS)
 def test_up_to_the_bound_no_attack_opens_a_vector(name: str, clients: int, colluders: int) -> None:

@@ -1,5 +1,6 @@
 """States of clients in memory and on disk."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -121,8 +122,11 @@ def path_of(run: RunFolder, id: str, round: int) -> Path:
     return StateFolder(run.clients).get_path(id, round)
 
 
-def test_a_round_writes_its_cohort_and_nothing_else(run: RunFolder) -> None:
+def test_a_round_writes_its_cohort_and_nothing_else(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = list[int]()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_ino))
     first = committed(run, train_cohort(START, "a", "b", "c"))
+    assert {path.stat().st_ino for path in (run.clients, *run.clients.rglob("*"))} <= set(flushed)
     before = {path: path.stat().st_ino for path in run.clients.rglob("*.safetensors")}
     second = committed(run, train_cohort(first, "b"))
     assert {path: path.stat().st_ino for path in before} == before

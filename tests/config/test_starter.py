@@ -424,11 +424,7 @@ def test_lists_of_texts_are_a_text(tmp_path: Path) -> None:
 
 def test_lists_of_one_text_are_a_text_and_other_lists_are_named(tmp_path: Path) -> None:
     path, shops = tmp_path / "t.parquet", [f"the shop number {number % 4} in the street" for number in range(60)]
-    columns: dict[str, list[Any]] = {
-        "t": [[f"text {number}"] for number in range(60)],
-        "l": AB,
-        "s": shops,
-    }
+    columns: dict[str, list[Any]] = {"t": [[f"text {number}"] for number in range(60)], "l": AB, "s": shops}
     pyarrow.parquet.write_table(pa.table(columns), path)
     config, found = config_of(path)
     assert (config.data.text, config.data.label) == ("s", "l")

@@ -184,8 +184,11 @@ def test_a_few_examples_give_finite_heads(count: int) -> None:
         head = solve_head(kind, summarize_features(features, labels, CLASSES, kind), count)
         assert torch.isfinite(head.weight).all()
         assert torch.isfinite(head.bias).all()
+        assert count >= CLASSES or float(head.bias[-1]) == pytest.approx(-np.log(2 * count))
     regression = solve_head("least-squares", summarize_features(features, features[:, 0], 1, "least-squares"), count)
     assert torch.isfinite(regression.weight).all()
+    features, labels = examples(10)  # without shrinkage as many directions as degrees of freedom: corrected up to 100
+    assert fit_cosine_discriminant(summarize_features(features, labels, CLASSES, "lda"), 10, 0.0).weight.norm() > 10
 
 
 def test_labels_are_decided_as_by_lda_of_each() -> None:
@@ -209,22 +212,25 @@ def test_labels_of_few_examples_or_without_any_are_finite_and_improbable(count: 
     assert float(head.bias[-1]) == pytest.approx(-np.log(2 * count - 1), abs=1e-5)
 
 
-def test_labels_that_nothing_explains_start_near_their_shares() -> None:
-    rng = torch.Generator().manual_seed(1)
-    features, labels = torch.randn(300, 200, generator=rng), torch.rand(300, 4, generator=rng) < 0.3
+@pytest.mark.parametrize("power", [0, 2])
+def test_labels_that_nothing_explains_start_near_their_shares(power: int) -> None:
+    rng, spectrum = torch.Generator().manual_seed(1), torch.linspace(0.1, 2, 200) ** power
+    features, labels = torch.randn(300, 200, generator=rng) * spectrum, torch.rand(300, 4, generator=rng) < 0.3
     head = solve_head("by-label", summarize_features(features, labels.to(torch.uint8), 4, "by-label"), 300)
-    outputs = torch.randn(2000, 200, generator=rng) @ head.weight.T + head.bias
+    outputs = (torch.randn(2000, 200, generator=rng) * spectrum) @ head.weight.T + head.bias
     loss = torch.nn.functional.binary_cross_entropy_with_logits(outputs, torch.full_like(outputs, 0.3))
     assert float(loss) < 0.75  # 0.61 with the shares alone
 
 
-@pytest.mark.parametrize("shrinkage", [0.05, 0.5])
-def test_least_squares_are_a_ridge_regression(shrinkage: float) -> None:
+@pytest.mark.parametrize("shrinkage", [0.05, 0.5, None])
+def test_least_squares_are_a_ridge_regression(shrinkage: float | None) -> None:
     features, _ = examples()
     answers = features @ torch.linspace(-1, 1, FEATURES) + 4.0
     head = fit_least_squares(summarize_features(features, answers, 1, "least-squares"), 60, shrinkage)
     double = features.double().numpy()
-    variance = float(np.cov(double.T, bias=True).trace()) / FEATURES
+    covariance = np.cov(double.T, bias=True)
+    variance = float(covariance.trace()) / FEATURES
+    shrinkage = shrinkage or compute_oas_shrinkage(torch.from_numpy(covariance), 60 - 1)
     theirs = Ridge(alpha=60 * variance * shrinkage / (1 - shrinkage)).fit(double, answers.double().numpy())
     # (1 - a) F in place of F: the same directions, of another length
     np.testing.assert_allclose(head.weight.numpy()[0] * (1 - shrinkage), theirs.coef_, rtol=1e-4, atol=1e-5)
@@ -245,7 +251,8 @@ def test_oas_shrinks_less_with_more_examples_and_wholly_without_structure() -> N
     covariance = torch.diag(torch.tensor([4.0, 1.0, 0.25], dtype=torch.float64))
     few, many = compute_oas_shrinkage(covariance, 5), compute_oas_shrinkage(covariance, 500)
     assert 0 < many < few < 1
-    assert compute_oas_shrinkage(torch.eye(3, dtype=torch.float64), 50) == 1.0
+    for covariance in (torch.eye(3), torch.diag(torch.tensor([1.1, 1.0, 1.0]))):
+        assert compute_oas_shrinkage(covariance.double(), 50) == 1.0
 
 
 def test_rescaled_statistics_are_those_of_longer_features() -> None:

@@ -158,8 +158,15 @@ def test_splits_of_an_svd_multiply_to_the_matrix(pair: lowrank.LowRank) -> None:
     assert _equal(even.A[rank:], Vt[rank:])
 
 
+def test_a_singular_value_is_0_to_rounding_by_the_longer_side() -> None:
+    S = torch.tensor([1.0, 50 * torch.finfo(torch.float64).eps], dtype=torch.float64)
+    tall, short = torch.eye(100, 2, dtype=torch.float64), torch.eye(2, 3, dtype=torch.float64)
+    for pair in (lowrank.balance_factors(tall, S, short), lowrank.balance_factors(short.T, S, tall.T)):
+        assert not pair.B[:, 1].any()
+
+
 def test_a_randomized_svd_that_would_save_nothing_is_the_full_one() -> None:
-    matrix = torch.randn((40, 12), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    matrix = torch.randn((40, 13), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     full, found = (
         lowrank.compute_leading_svd(matrix, 3),
         lowrank.compute_leading_svd(matrix, 3, create_generator(1, "leading")),

@@ -366,11 +366,7 @@ def test_the_summary_names_what_a_hostile_config_hides(tiny_folder: Path, tmp_pa
         federation={"secure": {"clip": 7.0}, "clients_per_round": 1},
         evaluation={"every": 4},
     )
-    config["model"] |= {
-        "head_init": "lda",
-        "modules_to_save": ["pooler"],
-        "target_modules": ["query"],
-    }
+    config["model"] |= {"head_init": "lda", "modules_to_save": ["pooler"], "target_modules": ["query"]}
     config["data"] |= {"labels": ["a" * 500, "b"]}
     request = JobRequest("0" * 64, "run\x1b[2J", config, "now")
     summary = request.summarize(node(tiny_folder, tmp_path))

@@ -80,10 +80,7 @@ def test_an_order_differs_in_nothing_from_what_was_agreed(asked: tuple[Direct, O
         ({"method": {"r": 10**6}}, "limits.rank"),
         ({"federation": {"ranks": {CLIENT: 10**6}}}, "limits.rank"),
         ({"federation": {"ranks": {"assign": "fractions", "of": {"1000000": 1.0}}}}, "limits.rank"),
-        (
-            {"federation": {"rounds": 50}},
-            "the run's federation.rounds is 50, and this node allows at most",
-        ),
+        ({"federation": {"rounds": 50}}, "the run's federation.rounds is 50, and this node allows at most"),
         ({"method": {"name": "fedgalore", "period": 10**12, "steps": 4}}, "method.period is 1000000000000"),
         ({"method": {"name": "fedgalore", "steps": 10**6}}, "limits.steps"),
         (

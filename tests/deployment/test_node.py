@@ -240,11 +240,7 @@ def test_an_order_of_a_run_to_which_it_was_not_invited_is_refused(tiny_folder: P
     [
         ({"methods": ["rolora"]}, {}, "`limits.methods`: this node does not allow 'fedit'. It allows rolora"),
         ({"models": ["roberta-base"]}, {}, "limits.models"),
-        (
-            {"run_rounds": 2},
-            {},
-            "`limits.run_rounds`: the run's federation.rounds is 3, and this node",
-        ),
+        ({"run_rounds": 2}, {}, "`limits.run_rounds`: the run's federation.rounds is 3, and this node"),
         ({}, {"method": {"name": "no such"}}, "method.name"),
         ({}, {"task": "os.system:run"}, "`task`: no task is named 'os.system:run'"),
         ({}, {"task_options": {"code": "1"}}, "`task_options.code`: sequence-classification has no such option"),

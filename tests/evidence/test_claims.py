@@ -25,10 +25,7 @@ from helpers.families import others_slow
 
 CLAIMS = Path(__file__).resolve().parents[2] / "evidence" / "claims"
 SMOKE = {
-    "fedgalore_ajive": [
-        *("--size", "20", "--clients", "2", "3"),
-        *("--seeds", "0", "1"),
-    ],
+    "fedgalore_ajive": [*("--size", "20", "--clients", "2", "3"), *("--seeds", "0", "1")],
     "fedgalore_drift": ["--seeds", "0", "1"],
     "fedgalore_moments": [
         *("--train", "60", "--validation", "20", "--test", "30", "--rounds", "2"),
@@ -46,11 +43,7 @@ SMOKE = {
 }
 QUICK = ("fedgalore_ajive", "rolora_linear")
 """The others train for seconds, and are slow."""
-FIGURES = {
-    "rolora_linear": "rolora",
-    "fedloru_theory": "fedloru",
-    "fedgalore_ajive": "fedgalore",
-}
+FIGURES = {"rolora_linear": "rolora", "fedloru_theory": "fedloru", "fedgalore_ajive": "fedgalore"}
 """Names of the pictures; the other scripts have none."""
 
 

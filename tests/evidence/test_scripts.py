@@ -198,9 +198,7 @@ def test_the_command_finishes_its_runs_and_writes_a_page(
     assert (tmp_path / "page.svg").stat().st_size > 1000
 
 
-def test_the_rate_is_the_best_on_validation_and_others_are_tried_beyond_an_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_rate_is_the_best_on_validation_and_others_are_tried_beyond_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = methods.Pair("cell", "fedit", {}, 1.0, Path("none"))
     tried: list[float] = []
 

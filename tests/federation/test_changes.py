@@ -510,6 +510,7 @@ def test_a_client_that_declares_2_to_the_53_examples_weighs_as_much_as_the_limit
     assert all(torch.equal(value, expected[name]) for name, value in limited.items())
     assert lowered == {"west": 4.0 / (2.0**53 - 1)}
     assert note.startswith("west declared so many examples")
+    assert "4 times the cohort's median" in note
     assert (unchanged, silent) == ({}, None)
 
 

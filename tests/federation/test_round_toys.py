@@ -62,7 +62,7 @@ METHODS: dict[str, Callable[[Spec], Method]] = {
     "fedadam": lambda spec: FedAdam(inner=FedLoRU(spec=spec, r=2, tau=2)),
 }
 WRAPPED: dict[str, Callable[[Method], Method]] = {
-    "compressed fedadam": lambda inner: FedPAQ(inner=FedAdam(inner=inner)),
+    "compressed fedadam": lambda inner: FedPAQ(inner=FedAdam(inner=inner))
 }
 
 

@@ -24,6 +24,7 @@ from fedspan.federation.progress import Progress, RoundResult
 from fedspan.federation.protocol import Envelope, Order
 from fedspan.federation.secagg.messages import Phase, decode_request
 from fedspan.federation.settings import SecureSettings
+from fedspan.federation.transport import Orders
 from fedspan.federation.validation import ReplyRules
 from fedspan.training.loop import LoopEngine
 from fedspan.transports.in_process import simulate
@@ -70,9 +71,9 @@ class Stage(ReplyingTransport):
         self.sent: list[tuple[Order | Phase, Envelope]] = []
         self.came: list[tuple[Order | Phase, Envelope]] = []
 
-    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, wait_for_offline: bool = False) -> Replies:
+    def replies(self, envelopes: Orders, seconds: float, *, wait_for_offline: bool = False) -> Replies:
         for id in sorted(envelopes, reverse=True):
-            envelope = envelopes[id]
+            envelope, limit = envelopes[id], envelopes.compute_reply_bytes(id)
             asked = decode_request(envelope)
             self.asked.append((asked.task, asked.attempt, id))
             self.sent.append((asked, envelope))
@@ -83,6 +84,7 @@ class Stage(ReplyingTransport):
                 back = self.make(id).reply(asked)
             except Exception as error:
                 back = refuse_any(asked, error)
+            assert limit is None or len(back.body) <= limit
             self.came.append((asked, back))
             yield id, self.spoil(asked, back)
 

@@ -8,6 +8,7 @@ with them, to save time; ``deep-bert`` and the others have two.
 
 import copy
 import csv
+import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -129,6 +130,14 @@ def save_corpus(folder: Path) -> Path:
     return path
 
 
+def save_rows(path: Path, sites: Mapping[str, int], seed: int, draw: Callable[[random.Random], dict[str, Any]]) -> Path:
+    """Write records of sites as JSON lines, as many of each as its number."""
+    rng = random.Random(seed)
+    rows = [{**draw(rng), "site": site} for site, size in sites.items() for _ in range(size)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
 def settings(folder: Path, kind: str = "bert", **changes: Mapping[str, Any]) -> dict[str, Any]:
     """A run on the tiny model and corpus as plain values; ``changes`` go into its sections."""
     values: dict[str, Any] = {
@@ -151,10 +160,10 @@ def settings(folder: Path, kind: str = "bert", **changes: Mapping[str, Any]) -> 
     return change_sections(values, changes)
 
 
-def change_sections(values: dict[str, Any], changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def change_sections(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Values of a config with changes in its sections, of which nothing is shared."""
     for section, change in changes.items():
-        values[section] = {**values.get(section, {}), **change}
+        values[section] = {**values.get(section, {}), **change} if isinstance(change, Mapping) else change
     return copy.deepcopy(values)
 
 

@@ -1,6 +1,5 @@
 """A tiny masked language model with a mask in its vocabulary, and texts in which neighboring words are related."""
 
-import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,15 +51,12 @@ def save_masked(folder: Path) -> Path:
 
 def save_texts(path: Path) -> Path:
     """Write texts of three sites; the words of a text are all of one kind."""
-    rng = random.Random(8)
-    rows: list[dict[str, Any]] = []
-    for site, size in _SITES.items():
-        for _ in range(size):
-            kind = rng.choice(["red", "blue"])
-            words = [f"{kind}{rng.randrange(6)}" for _ in range(rng.randint(3, 9))]
-            rows.append({"text": " ".join(words), "site": site})
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
-    return path
+
+    def draw(rng: random.Random) -> dict[str, Any]:
+        kind = rng.choice(["red", "blue"])
+        return {"text": " ".join(f"{kind}{rng.randrange(6)}" for _ in range(rng.randint(3, 9)))}
+
+    return tiny.save_rows(path, _SITES, 8, draw)
 
 
 def settings(own: Path, **changes: Mapping[str, Any]) -> dict[str, Any]:

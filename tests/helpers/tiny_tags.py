@@ -1,6 +1,5 @@
 """A corpus of tagged sentences over the tiny models' vocabulary: words of a label are entities of its type."""
 
-import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,23 +12,20 @@ _SITES = {"east": 17, "north": 26, "west": 41}
 
 def save_sentences(path: Path) -> Path:
     """Write sentences of three sites as records with lists of words and of tags."""
-    rng = random.Random(4)
-    rows: list[dict[str, Any]] = []
-    for site, size in _SITES.items():
-        for _ in range(size):
-            tokens: list[str] = []
-            tags: list[str] = []
-            for _ in range(rng.randint(1, 4)):
-                if rng.random() < 0.5:
-                    kind, count = rng.choice(tiny.LABELS[:2]), rng.randint(1, 2)
-                    tokens += [f"{kind}{rng.randrange(8)}" for _ in range(count)]
-                    tags += [f"B-{kind}", *[f"I-{kind}"] * (count - 1)]
-                else:
-                    tokens.append(f"word{rng.randrange(12)}")
-                    tags.append("O")
-            rows.append({"tokens": tokens, "tags": tags, "site": site})
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
-    return path
+
+    def draw(rng: random.Random) -> dict[str, Any]:
+        tokens, tags = list[str](), list[str]()
+        for _ in range(rng.randint(1, 4)):
+            if rng.random() < 0.5:
+                kind, count = rng.choice(tiny.LABELS[:2]), rng.randint(1, 2)
+                tokens += [f"{kind}{rng.randrange(8)}" for _ in range(count)]
+                tags += [f"B-{kind}", *[f"I-{kind}"] * (count - 1)]
+            else:
+                tokens.append(f"word{rng.randrange(12)}")
+                tags.append("O")
+        return {"tokens": tokens, "tags": tags}
+
+    return tiny.save_rows(path, _SITES, 4, draw)
 
 
 def settings(models: Path, own: Path, **changes: Mapping[str, Any]) -> dict[str, Any]:

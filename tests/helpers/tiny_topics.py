@@ -1,6 +1,5 @@
 """A corpus of texts with any number of labels over the tiny models' vocabulary: the labels are those of its words."""
 
-import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,17 +13,15 @@ _SITES = {"east": 17, "north": 26, "west": 41}
 
 def save_topics(path: Path) -> Path:
     """Write texts of three sites as records with a list of none to three labels."""
-    rng = random.Random(6)
-    rows: list[dict[str, Any]] = []
-    for site, size in _SITES.items():
-        for _ in range(size):
-            labels = rng.sample(LABELS, rng.choice([0, 1, 1, 2, 2, 3]))
-            words = [f"{label}{rng.randrange(8)}" for label in labels for _ in range(rng.randint(1, 2))]
-            words += [f"word{rng.randrange(12)}" for _ in range(rng.randint(1, 3))]
-            rng.shuffle(words)
-            rows.append({"text": " ".join(words), "labels": labels, "site": site})
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
-    return path
+
+    def draw(rng: random.Random) -> dict[str, Any]:
+        labels = rng.sample(LABELS, rng.choice([0, 1, 1, 2, 2, 3]))
+        words = [f"{label}{rng.randrange(8)}" for label in labels for _ in range(rng.randint(1, 2))]
+        words += [f"word{rng.randrange(12)}" for _ in range(rng.randint(1, 3))]
+        rng.shuffle(words)
+        return {"text": " ".join(words), "labels": labels}
+
+    return tiny.save_rows(path, _SITES, 6, draw)
 
 
 def settings(models: Path, own: Path, **changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -115,14 +115,17 @@ def test_rounds_match_the_dense_objective(options: dict[str, object]) -> None:
 
 
 def replies(seed: int, zero: bool = False) -> tuple[Reduced, Tensor]:
-    """Three replies that differ by as much as they agree, and their exact average without the scaling."""
+    """Three replies that differ by as much as they agree, and their exact average without the scaling.
+
+    No reply changes the first output.
+    """
     rng = create_generator(seed, "test")
     common = torch.randn((9, 2), generator=rng, dtype=torch.float64), torch.randn((2, 5), generator=rng).double()
     items, D = [], torch.zeros(9, 5, dtype=torch.float64)
     for k, weight in enumerate((0.2, 0.3, 0.5)):
         B = common[0] + torch.randn((9, 2), generator=rng) * 0.7
         A = common[1] + torch.randn((2, 5), generator=rng) * 0.7
-        B = torch.zeros_like(B) if zero else B
+        B[: len(B) if zero else 1] = 0.0
         items.append(StackItem(Client(f"c{k}", 2, 2.0, 1, 1.0), weight, {"one/A": A, "one/B": B}))
         D += weight * B @ A
     return Reduced(stack=tuple(items), count=3), D

@@ -15,7 +15,6 @@ from fedspan.core.values import Job, OptimizerState, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Progress
 from fedspan.tasks.task import Examples
-from fedspan.training import worker
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.engine import Engine
 from fedspan.training.jobs import Assignment, PrefixSettings
@@ -39,20 +38,6 @@ class Collecting(LoopEngine):
     def train(self, work: Assignment, examples: Examples) -> Trained:
         self.works.append(work)
         return super().train(work, examples)
-
-
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many clients shared each pass."""
-    found: list[int] = []
-    advance = worker.Worker.advance
-
-    def counted(self: worker.Worker, group: Any, examples: Examples) -> None:
-        found.append(len(group))
-        advance(self, group, examples)
-
-    monkeypatch.setattr(worker.Worker, "advance", counted)
-    return found
 
 
 def engine_of(prepared: Prepared, at_once: int | None, prefix: PrefixSettings | None = None) -> Engine:

@@ -82,6 +82,7 @@ def test_matches_a_dense_oracle(sparse_rounds: int, lr_scale: float) -> None:
             pairs = {one: {slot: mean[join_tensor_name(one, slot)] for slot in "AB"} for one in LAYERS}
         for one in LAYERS:
             second = number + 1 >= sparse_rounds
+            assert federation.state.generation == int(second)
             expected = W0[one] + S * pairs[one]["B"] @ pairs[one]["A"] if second else W[one]
             assert close(federation.get_weight(one), expected)
         for name in HEAD:

@@ -206,12 +206,7 @@ def test_several_clients_at_once(
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("layers", [None, [1]])
 def test_evaluation_attends_as_with_padding(
-    kind: str,
-    attention: str,
-    layers: list[int] | None,
-    tiny_folder: Path,
-    decoders: Path,
-    packed: list[TokenLayout],
+    kind: str, attention: str, layers: list[int] | None, tiny_folder: Path, decoders: Path, packed: list[TokenLayout]
 ) -> None:
     """Predictions, and hidden states that leave the frozen prefix, in two threads."""
     model: dict[str, Any] = {"attention": attention} | ({} if layers is None else {"layers_to_transform": layers})

@@ -1,11 +1,10 @@
 """The page in a real browser: rounds appear without a reload, names of others are text, nothing is loaded elsewhere."""
 
 import re
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,6 @@ from helpers import tiny
 from helpers.written_run import HOSTILE, PretendRun
 
 pytest.importorskip("starlette", reason="the extra fedspan[web] is not installed")
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
-)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium or Chrome on this machine")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playing:
-        made = playing.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield made
-        made.close()
 
 
 class View:

@@ -94,9 +94,7 @@ def llama(**changes: Any) -> dict[str, Any]:
         "federation": {"rounds": 20, "clients_per_round": 50},
         "training": {"local_steps": 10, "batch_size": 4},
     }
-    for section, change in changes.items():
-        values[section] = {**values.get(section, {}), **change} if isinstance(change, dict) else change
-    return values
+    return tiny.change_sections(values, changes)
 
 
 @pytest.mark.slow

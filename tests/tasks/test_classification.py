@@ -28,6 +28,7 @@ from fedspan.tasks.causal import CausalLM
 from fedspan.tasks.classification import SEQUENCE_CLASSIFICATION, SequenceClassification
 from fedspan.tasks.encoding import EncodedText, Ragged
 from fedspan.tasks.losses import CLASS_WEIGHTS, SMOOTHING
+from fedspan.tasks.multi_label import MultiLabelClassification
 from fedspan.tasks.regression import Regression
 from fedspan.tasks.single_label import compute_class_offsets, compute_class_weights
 from fedspan.tasks.task import get_labels
@@ -122,27 +123,24 @@ def test_logits_are_adjusted_to_the_classes_of_a_client() -> None:
 NONE: Any = None
 
 
-class GivenLogits(SequenceClassification):
-    """A classifier whose batches hold its logits."""
-
-    def predict(self, model: Any, batch: Any, *, generate: bool = False) -> torch.Tensor:
-        return batch["logits"]
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.15])
-def test_losses_with_weights_are_torchs(smoothing: float) -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("kind", [SequenceClassification, MultiLabelClassification])
+def test_losses_with_weights_are_torchs(kind: Any, smoothing: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kind, "predict", lambda self, model, batch: batch["logits"])
     rng = torch.Generator().manual_seed(4)
     logits, labels = torch.randn(7, 3, generator=rng), torch.tensor([2, 0, 1, 1, 0, 2, 1])
     weights_CK = torch.tensor([[0.5, 2.0, 1.0], [1.0, 4.0, 0.25]])
     owners = torch.tensor([0, 0, 0, 1, 1, 1, 1])
-    task = GivenLogits(NONE, ("a", "b", "c"), 8)
+    targets, losses = labels, [nn.CrossEntropyLoss(weights, label_smoothing=smoothing) for weights in weights_CK]
+    if kind is MultiLabelClassification:
+        labels = (torch.rand(7, 3, generator=rng) > 0.6).float()
+        targets = torch.where(labels > 0, 1 - smoothing / 2, smoothing / 2)
+        losses = [nn.BCEWithLogitsLoss(pos_weight=weights) for weights in weights_CK]
+    task = kind(NONE, ("a", "b", "c"), 8)
     smoothing_B = torch.full((7,), smoothing, dtype=torch.float64)
     batch = {"logits": logits, "labels": labels, CLASS_WEIGHTS: weights_CK[owners], SMOOTHING: smoothing_B}
     mask_CB = (owners == torch.arange(2)[:, None]).float()
-    expected = [
-        nn.CrossEntropyLoss(weight=weights, label_smoothing=smoothing)(logits[owners == at], labels[owners == at])
-        for at, weights in enumerate(weights_CK)
-    ]
+    expected = [loss(logits[owners == at], targets[owners == at]) for at, loss in enumerate(losses)]
     torch.testing.assert_close(task.compute_client_losses(NONE, batch, mask_CB), torch.stack(expected))
     own = {name: value[:3] for name, value in batch.items()}
     torch.testing.assert_close(task.compute_loss(NONE, own), expected[0])

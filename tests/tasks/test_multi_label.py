@@ -20,7 +20,6 @@ from fedspan.data.loading import load
 from fedspan.deployment.node import NodeService
 from fedspan.serving.load import load_served
 from fedspan.tasks.encoding import EncodedText, Ragged
-from fedspan.tasks.losses import CLASS_WEIGHTS, SMOOTHING
 from fedspan.tasks.multi_label import LabeledTexts, MultiLabelClassification
 from fedspan.tasks.registry import get_task
 from helpers import tiny, tiny_topics
@@ -127,36 +126,10 @@ def test_options_that_do_not_apply_are_refused(tiny_folder: Path, tmp_path: Path
         load(DataConfig(train=save(tmp_path / "a.jsonl", numbers)), task=TASK)
 
 
-class Fixed(MultiLabelClassification):
-    """A classifier whose batches hold its logits."""
-
-    def predict(self, model: Any, batch: Any, *, generate: bool = False) -> torch.Tensor:
-        return batch["logits"]
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.3])
-def test_losses_with_weights_are_torchs(smoothing: float) -> None:
-    rng = torch.Generator().manual_seed(4)
-    logits, labels = torch.randn(7, 3, generator=rng), (torch.rand(7, 3, generator=rng) > 0.6).float()
-    weights_CK = torch.tensor([[0.5, 2.0, 1.0], [1.0, 4.0, 0.25]])
-    owners = torch.tensor([0, 0, 0, 1, 1, 1, 1])
-    task = Fixed(NONE, ("a", "b", "c"), 8)
-    smoothing_B = torch.full((7,), smoothing, dtype=torch.float64)
-    batch = {"logits": logits, "labels": labels, CLASS_WEIGHTS: weights_CK[owners], SMOOTHING: smoothing_B}
-    mask_CB = (owners == torch.arange(2)[:, None]).float()
-    targets = torch.where(labels > 0, 1 - smoothing / 2, smoothing / 2)
-    expected = [
-        torch.nn.BCEWithLogitsLoss(pos_weight=weights)(logits[owners == at], targets[owners == at])
-        for at, weights in enumerate(weights_CK)
-    ]
-    torch.testing.assert_close(task.compute_client_losses(NONE, batch, mask_CB), torch.stack(expected))
-    own = {name: value[:3] for name, value in batch.items()}
-    torch.testing.assert_close(task.compute_loss(NONE, own), expected[0])
-
-
 def test_balanced_weights_are_examples_without_a_label_over_those_with_it() -> None:
     examples = LabeledTexts(EncodedText({}, np.zeros(5), np.zeros(5)), Ragged([[0], [0, 1], [0], [], [1, 0, 2]]))
-    weights = Fixed(NONE, ("a", "b", "c", "d"), 8).compute_balanced_weights(examples, np.array([0, 1, 2, 3]))
+    task = MultiLabelClassification(NONE, ("a", "b", "c", "d"), 8)
+    weights = task.compute_balanced_weights(examples, np.array([0, 1, 2, 3]))
     assert weights.tolist() == pytest.approx([1 / 3, 3.0, 1.0, 1.0])
 
 

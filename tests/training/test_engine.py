@@ -374,20 +374,6 @@ SGD: Mapping[str, Any] = {"optimizer": "sgd", "lr": 0.02}
 EVERYBODY: Mapping[str, Any] = {"rounds": 2, "clients_per_round": None}
 
 
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many clients shared each pass."""
-    found: list[int] = []
-    advance = worker.Worker.advance
-
-    def counted(self: worker.Worker, group: Sequence[Any], examples: Examples) -> None:
-        advance(self, group, examples)
-        found.append(len(group))
-
-    monkeypatch.setattr(worker.Worker, "advance", counted)
-    return found
-
-
 def values(kind: str, tiny_folder: Path, decoders: Path, images: Path, **changes: Any) -> dict[str, Any]:
     """A run of a kind of model."""
     training = {**SGD, **changes.pop("training", {})}

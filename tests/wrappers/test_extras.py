@@ -26,6 +26,7 @@ from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.methods.fedit import FedIT
+from fedspan.methods.florg import FLoRG
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.targets import find_buffers
 from fedspan.runs import start
@@ -37,6 +38,7 @@ from fedspan.wrappers.head_rounds import ROUNDS, HeadRounds, NewHead
 from helpers import node_service, tiny, tiny_images
 from helpers.families import methods_by_family, others_slow
 from helpers.listeners import Notes
+from helpers.toys.problem import Problem
 
 EPOCHS = {"local_steps": None, "local_epochs": 1, "batch_size": 5}
 
@@ -501,6 +503,15 @@ def test_another_number_of_rounds_is_refused(tiny_folder: Path) -> None:
     )
     with pytest.raises(FedspanError, match="head_rounds"):
         method.start(message, client, {}, 0)
+
+
+def test_a_client_of_the_head_s_rounds_has_the_base_with_which_the_method_starts() -> None:
+    adapted, head = Problem().adapted(), NewHead("head", True, 1.0, is_alone=True)
+    method = HeadRounds(inner=FLoRG(spec=adapted.spec, center=True), rounds=1, head=head)
+    state = method.request(method.init(adapted), is_short=False).advance_round()
+    bases = [method.sync(state, Client("west", 2, 1.0, 1, 1.0, last_round=round)).base for round in (None, 0)]
+    assert bases == [state.base.build_patch(None), None]
+    assert state.base.moved
 
 
 @pytest.mark.parametrize("stop", [1, pytest.param(2, marks=pytest.mark.slow)])

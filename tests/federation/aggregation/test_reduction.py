@@ -20,11 +20,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation, create_reducer
 from fedspan.federation.aggregation.reduction import MessageBuffer, PrivateReducer, Reducer, ReplyBuffer
-from fedspan.federation.aggregation.robust import (
-    compute_geometric_median,
-    find_largest_cluster,
-    select_by_multi_krum,
-)
+from fedspan.federation.aggregation.robust import compute_geometric_median, find_largest_cluster, select_by_multi_krum
 from fedspan.federation.federation import STRICT
 from fedspan.federation.progress import ClientData
 from fedspan.federation.round_context import RoundContext, Tally

@@ -147,3 +147,4 @@ def test_phases_come_back_as_they_were_sent() -> None:
     ]
     for phase in phases:
         assert read_header(type(phase), phase.to_envelope()) == phase
+    assert messages.refuse_phase(messages.KeysOrder(**session), "w" * 5000).failed == "w" * 4096
