@@ -127,6 +127,14 @@ def test_settings_carry_every_field_of_the_config() -> None:
     assert (config.evaluation.every, config.evaluation.batch_size) == (2, 8)
 
 
+@pytest.mark.parametrize("clip", [1e-40, 9e-7, 1.1e6, 1e38, float("inf")])
+def test_a_clip_whose_sums_or_steps_a_float32_does_not_hold_is_refused(clip: float) -> None:
+    for bound in (1e-6, 1e6):
+        parse_config({**VALID, "privacy": {"mechanism": "dp-sgd", "noise": 1.0, "clip": bound}})
+    with pytest.raises(FedspanError, match=r"privacy\.clip"):
+        parse_config({**VALID, "privacy": {"mechanism": "dp-sgd", "noise": 1.0, "clip": clip}})
+
+
 RULES = ("median", "trimmed-mean", "multi-krum", "geometric-median", "flame")
 
 

@@ -161,7 +161,7 @@ class PrivacyConfig(Section):
     the models, except the server. local: every client clips its change and adds noise to it; also protects from the
     server, with much more noise. dp-sgd: every client clips the gradient of each example and adds noise to the sum;
     protects an example from everyone except its data owner."""
-    clip: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    clip: float = Field(default=1.0, ge=1e-6, le=1e6)
     """Maximum L2 norm of a client's change (central, local) or of an example's gradient (dp-sgd)."""
     noise: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Standard deviation of the noise divided by clip; default: the smallest that epsilon allows for all rounds."""

@@ -24,6 +24,7 @@ from fedspan.tasks.losses import bound_loss
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import (
     ModelInputs,
+    split_alike,
     split_evaluation_batches,
     split_into_passes,
     split_job_windows,
@@ -155,21 +156,29 @@ class BatchedEngine:
         run_parallel([partial(compute, worker.loop.prefixes) for worker in self._get_workers(self._count_threads())])
 
     def predict(
-        self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
+        self,
+        job: Job,
+        examples: Examples,
+        indices: np.ndarray,
+        batch_size: int,
+        *,
+        generate: bool = False,
+        parts: Sequence[np.ndarray] | None = None,
     ) -> Tensor:
-        """``Engine.predict``."""
-        self._workers[0].loop.references.ensure(examples, [indices])  # before threads share the weights
+        """``TrainingServices.predict``."""
+        parts = [indices] if parts is None else parts
+        self._workers[0].loop.references.ensure(examples, parts)  # before threads share the weights
         if not generate:  # generated answers have other lengths
-            self.prefixes.ensure(examples, [indices], self._run_caches)
+            self.prefixes.ensure(examples, parts, self._run_caches)
         count = 1 if self.stacking is None else self.stacking.workers
-        rows = self._compute_rows(job, examples, indices, batch_size, count, generate=generate)
+        batches = [batch for part in parts for batch in split_evaluation_batches(part, examples.lengths, batch_size)]
+        rows = self._compute_rows(job, examples, batches, count, generate=generate)
         return torch.stack([rows[index] for index in indices.tolist()])
 
     def _compute_rows(
-        self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int, count: int, **options: bool
+        self, job: Job | None, examples: Examples, batches: Sequence[np.ndarray], count: int, **options: bool
     ) -> dict[int, Tensor]:
         """Call ``TrainingServices.compute_rows`` in up to ``count`` threads."""
-        batches = split_evaluation_batches(indices, examples.lengths, batch_size)
         workers = self._get_workers(min(count, len(batches)))
         remaining = reversed(batches)  # which threads share, the longest texts first
         rows: dict[int, Tensor] = {}
@@ -189,8 +198,9 @@ class BatchedEngine:
         self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, bounded: bool = False
     ) -> dict[str, float]:
         """``Engine.evaluate``."""
-        self.prepare(examples, [indices])
-        predictions = self.predict(job, examples, indices, batch_size)
+        parts = split_alike(self.task, examples, indices) if bounded else [indices]
+        self.prepare(examples, parts)
+        predictions = self.predict(job, examples, indices, batch_size, parts=parts)
         metrics = self.task.compute_metrics(predictions, examples, indices.tolist())
         return bound_loss(self.task, metrics, predictions, examples, indices.tolist()) if bounded else metrics
 
@@ -300,7 +310,8 @@ class BatchedEngine:
     def compute_features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
         """``Engine.compute_features``."""
         self.prefixes.ensure(examples, [indices], self._run_caches)
-        rows = self._compute_rows(job, examples, indices, batch_size, self._count_threads(), features=True)
+        batches = split_evaluation_batches(indices, examples.lengths, batch_size)
+        rows = self._compute_rows(job, examples, batches, self._count_threads(), features=True)
         return join_features(rows, indices)
 
     @property

@@ -30,6 +30,7 @@ from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.accounting import Mechanism, calibrate_noise, require_opacus
+from fedspan.training.batching import split_alike
 from fedspan.training.jobs import Assignment, Privacy, TrainingSettings
 from fedspan.training.services import TrainingServices, draw_dropout_mask
 
@@ -132,8 +133,7 @@ class PrivateTraining:
             if names not in sums:
                 sums[names] = NoisySum(self.privacy, assignment, {name: live[name] for name in names})
             noisy, step = sums[names], _Step(assignment, live, names, examples, steps)
-            for start in range(0, max(1, len(sample)), settings.batch_size):
-                indices = sample[start : start + settings.batch_size]
+            for indices in self._split_passes(examples, sample):
                 losses, gradients = self._compute_gradients(step, indices)
                 if not bool(find_finite(gradients).all()):  # in a shared pass, one example may spoil those of others
                     losses, gradients = self._compute_single_gradients(step, indices)
@@ -153,6 +153,12 @@ class PrivateTraining:
             decay=decay,
             metrics={"loss": loss_sum / max(1, examples_seen), "examples": float(examples_seen)},
         )
+
+    def _split_passes(self, examples: Examples, sample: np.ndarray) -> list[np.ndarray]:
+        """Split a step's sample into passes; an empty sample has one."""
+        trainer, size = self.trainer, self.trainer.settings.batch_size
+        parts = split_alike(trainer.task, examples, sample) if trainer.splits_alike and len(sample) else [sample]
+        return [part[start : start + size] for part in parts for start in range(0, max(1, len(part)), size)]
 
     def _compute_gradients(self, step: _Step, indices: np.ndarray) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute losses (K,) and gradients (K, ...) of examples in an optimizer step."""

@@ -125,7 +125,8 @@ class Engine(Predictor, Protocol):
             examples: The data set that the indices point into.
             indices: The examples, (examples,).
             batch_size: Batch size of the forward passes.
-            bounded: Whether no example contributes more than the task's bound to the loss (``losses.bound_loss``).
+            bounded: Whether no example contributes more than the task's bound to the loss (``losses.bound_loss``), and
+                none to the results of others (``batching.split_alike``).
         """
         ...
 

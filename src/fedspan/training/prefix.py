@@ -224,7 +224,7 @@ class PrefixCache:
         """
         order = np.argsort(self.tokens, kind="stable")
         sample = order[np.unique(np.linspace(0, len(order) - 1, _SAMPLE).astype(np.int64))]
-        self.ensure([sample], 2)
+        self.ensure([sample], 1)  # hidden states that are stored do not depend on other examples
         batch = self.task.collate(self.examples, sample.tolist(), self.adapted.device)
         hidden = self.compute_hidden(sample.tolist())
         with enter_evaluation(self.adapted.model):

@@ -21,7 +21,7 @@ from fedspan.models.head import FeatureTap, find_output_layer
 from fedspan.tasks.losses import CLASS_OPTIONS, CLASS_WEIGHTS, OFFSETS, SMOOTHING, bound_loss
 from fedspan.tasks.single_label import compute_class_offsets, compute_class_weights
 from fedspan.tasks.task import Examples, LabelsWords, Task, get_labels
-from fedspan.training.batching import ModelInputs, Padding, split_evaluation_batches
+from fedspan.training.batching import ModelInputs, Padding, split_alike, split_evaluation_batches
 from fedspan.training.features import FeatureStore, trains_output_layer
 from fedspan.training.jobs import Assignment, PrefixSettings, Privacy, TrainingSettings, convert_out_of_memory
 from fedspan.training.optimizers import LocalOptimizer, build_optimizer_spec, clip, join_states
@@ -79,6 +79,8 @@ class TrainingServices:
         self.adapted = adapted
         self.task = task
         self.settings, self.privacy = settings, privacy
+        self.splits_alike = privacy is not None and privacy.mechanism == "dp-sgd" and privacy.secret
+        """Whether only examples of equal shapes share a pass (``split_alike``): one changes its own gradient alone."""
         self.seed = seed
         _require_loss_options(task, settings)
         self._labels: tuple[str, ...] = tuple(getattr(task, "labels", None) or ())
@@ -105,6 +107,8 @@ class TrainingServices:
         run: Callable[[Callable[[PrefixCaches], None]], None] | None = None,
     ) -> None:
         """``Engine.prepare``; ``run`` is that of ``PrefixCaches.ensure``."""
+        if self.splits_alike:
+            parts = [group for part in parts for group in split_alike(self.task, examples, part)]
         self.references.ensure(examples, parts)
         self._require_calls(examples, parts)
         self.padding.ensure(examples)
@@ -262,13 +266,25 @@ class TrainingServices:
         optimizer.step(gradients)
 
     def predict(
-        self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
+        self,
+        job: Job,
+        examples: Examples,
+        indices: np.ndarray,
+        batch_size: int,
+        *,
+        generate: bool = False,
+        parts: Sequence[np.ndarray] | None = None,
     ) -> Tensor:
-        """Predict some examples: one row each, in the order of ``indices``, float32 on the CPU."""
-        self.references.ensure(examples, [indices])
+        """Predict some examples: one row each, in the order of ``indices``, float32 on the CPU.
+
+        Args:
+            parts: The indices, in parts that share no pass; None: all may.
+        """
+        parts = [indices] if parts is None else parts
+        self.references.ensure(examples, parts)
         if not generate:  # generated answers have other lengths
-            self.prefixes.ensure(examples, [indices])
-        batches = split_evaluation_batches(indices, examples.lengths, batch_size)
+            self.prefixes.ensure(examples, parts)
+        batches = [batch for part in parts for batch in split_evaluation_batches(part, examples.lengths, batch_size)]
         rows = self.compute_rows(job, examples, batches, generate=generate)
         return torch.stack([rows[index] for index in indices.tolist()])
 
@@ -288,8 +304,9 @@ class TrainingServices:
         self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, bounded: bool = False
     ) -> dict[str, float]:
         """``Engine.evaluate``."""
-        self.prepare(examples, [indices])
-        predictions = self.predict(job, examples, indices, batch_size)
+        parts = split_alike(self.task, examples, indices) if bounded else [indices]
+        self.prepare(examples, parts)
+        predictions = self.predict(job, examples, indices, batch_size, parts=parts)
         metrics = self.task.compute_metrics(predictions, examples, indices.tolist())
         return bound_loss(self.task, metrics, predictions, examples, indices.tolist()) if bounded else metrics
 
