@@ -178,16 +178,6 @@ PARTITION = [
         ),
     ),
     Mistake(
-        "A client of the file has only one row.",
-        "partition.min_examples",
-        _partition(
-            "text,label,site\none,a,x\ntwo,b,y\nthree,a,y\nfour,b,y\n",
-            data={"test_fraction": 0},
-            partitioner="natural",
-            column="site",
-        ),
-    ),
-    Mistake(
         "The clients' shares are too unequal.",
         "partition.alpha",
         _partition(partitioner="dirichlet", alpha=0.001, clients=3),
