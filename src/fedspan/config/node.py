@@ -72,8 +72,8 @@ class NodeLimits(Section):
     min_batch: int = Field(default=8, ge=1)
     """Minimum number of examples of a training step: batch_size times gradient_accumulation_steps."""
     steps: int = Field(default=20_000, ge=1)
-    """Maximum number of forward and backward passes of an order: local_steps, or local_epochs over this node's batches,
-    times gradient_accumulation_steps, and the epochs that the method adds."""
+    """Maximum number of forward and backward passes of an order: local_steps, or local_epochs over this node's batches
+    (of the rounded number of examples), times gradient_accumulation_steps, and the epochs that the method adds."""
     batch: int = Field(default=1024, ge=1)
     """Maximum batch size in training (batch_size) and evaluation."""
     tokens: int = Field(default=8192, ge=2)

@@ -220,6 +220,9 @@ class Approvals:
 
         Args:
             job: The beginning of the job's name, long enough to mean one job.
+
+        Raises:
+            FedspanError: If it means no job, or several.
         """
         matches = [request for request in self.list_requests() if job and request.job.startswith(job)]
         if len(matches) != 1:

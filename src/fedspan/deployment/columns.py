@@ -17,7 +17,11 @@ from fedspan.errors import FedspanError
 
 
 def require_columns(node: NodeConfig, config: RunConfig) -> None:
-    """Check that a run's prompt names only columns that the node's owner allows, before the data are read."""
+    """Check that a run's prompt names only columns that the node's owner allows, before the data are read.
+
+    Raises:
+        FedspanError: If it names another one, whether the data have it or not.
+    """
     prompt = config.data.prompt
     if prompt is None or node.data.get("prompt") is not None or node.data.get("train") == FROM_TRAINERS:
         return

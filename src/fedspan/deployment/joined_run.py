@@ -102,11 +102,12 @@ class JoinedRunBuilder:
                     "%d of %d training examples have labels that %s does not have, and are left out",
                     *(ignored, len(part.train), invitation.run),
                 )
-        declared = self.node.examples or round_count(data.client.examples)
+        own = data.client.examples
+        declared = self.node.examples or round_count(own)
         weight = 1.0 if config.federation.weights == "uniform" else float(declared)
         data = replace(data, client=replace(data.client, id=self.node.id, examples=declared, weight=weight))
         require_frozen_words(self.node.limits, config, local.engine.adapted)
-        require_workload(config, data.client.examples, self.node.limits, wrap_method(local), local.count_passes)
+        require_workload(config, own, self.node.limits, wrap_method(local), local.count_passes)
         store = DiskClientStore(folder / STATE)
         server_config = parse_config({**invitation.read_values(), "data": config.data.model_dump(mode="json")})
         plain = build_method(server_config, local.engine.adapted.spec)

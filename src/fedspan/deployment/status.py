@@ -70,7 +70,11 @@ def load_named_run(server: Path) -> NamedRun | None:
 
 
 def read_status(folder: Path) -> RunStatus:
-    """Read the status of the run in a folder."""
+    """Read the status of the run in a folder.
+
+    Raises:
+        FedspanError: If no run was started there, or its metrics lines are damaged.
+    """
     run = RunFolder(folder)
     if not os.path.isfile(run.config):
         raise FedspanError("run folder", str(folder), problem=describe_missing_run(folder))

@@ -210,11 +210,19 @@ class UsageBook:
         link_marker(self.marker, old)
 
     def list_accounts(self) -> list[Account]:
-        """Return what each server has used of each data set, sorted by both names."""
+        """Return what each server has used of each data set, sorted by both names.
+
+        Raises:
+            FedspanError: If the book is missing, damaged or not the newest version.
+        """
         return sorted(self._load()[0].values(), key=lambda account: (account.server, account.data))
 
     def get_account(self) -> Account:
-        """Return what the node's server has used of the node's data."""
+        """Return what the node's server has used of the node's data.
+
+        Raises:
+            FedspanError: If the book is missing, damaged or not the newest version.
+        """
         return self._load()[0].get(self._key, self._new)
 
     def require_run(self, run: str, rounds: int) -> None:

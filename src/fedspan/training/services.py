@@ -80,7 +80,7 @@ class TrainingServices:
         self.task = task
         self.settings, self.privacy = settings, privacy
         self.splits_alike = privacy is not None and privacy.mechanism == "dp-sgd" and privacy.secret
-        """Whether only examples of equal shapes share a pass (``split_alike``): one changes its own gradient alone."""
+        """Whether only examples of equal shapes share a pass: one changes, but for rounding, its own gradient alone."""
         self.seed = seed
         _require_loss_options(task, settings)
         self._labels: tuple[str, ...] = tuple(getattr(task, "labels", None) or ())

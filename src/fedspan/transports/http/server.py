@@ -138,7 +138,11 @@ class Operator:
         )
 
     def post(self, path: str, content: Any = None, wait: float = 0.0) -> Any:
-        """Send a request, and return its answer."""
+        """Send a request, and return its answer.
+
+        Raises:
+            httpx.HTTPError: If the server is unreachable, or refuses.
+        """
         answer = self._client.post(path, json=content, timeout=_SECONDS + wait)
         answer.raise_for_status()
         return answer.json()
