@@ -143,6 +143,7 @@ def no_mode_outlives_its_test() -> Iterator[None]:
     if (torch := sys.modules.get("torch")) is not None:
         is_active = torch.is_autocast_enabled("cpu")
         torch.set_autocast_enabled("cpu", False)
+        torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # a run may have set its own
         assert not is_active
 
 

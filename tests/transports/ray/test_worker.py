@@ -61,7 +61,8 @@ def files(folder: Path) -> dict[str, object]:
 
 
 def require_same(settings: dict[str, Any], folder: Path) -> None:
-    """Run in this process and on the workers, and compare every bit that is left."""
+    """Run in this process and on the workers, with as many threads each, and compare every bit that is left."""
+    settings = {**settings, "threads": 1}
     fedspan.run(settings, folder / "here", progress=False)
     fedspan.run({**settings, **WORKERS}, folder / "there", progress=False)
     assert files(folder / "there") == files(folder / "here")
