@@ -188,9 +188,7 @@ class TrainerEngine(TrainingServices):
                     *(client, reason, ", ".join(unknown)),
                 )
 
-    def predict(
-        self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
-    ) -> Tensor:
+    def predict(self, *_: object, **__: object) -> Tensor:
         """``Engine.predict``: refused, because examples are the trainers' own."""
         raise FedspanError("trainer", None, problem="fedspan cannot predict the examples of an owner's own trainer")
 
