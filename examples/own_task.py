@@ -46,10 +46,16 @@ class MedianRegression(Regression):
         """Compute the mean absolute error of each client's examples, (C,)."""
         return average_by_client(self._errors(model, batch), mask_CB)
 
+    def compute_example_losses(
+        self, predictions: Tensor, examples: EncodedText, indices: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the absolute error of each example, from which nodes report a loss, with equal weights."""
+        squares_B, weights_B = super().compute_example_losses(predictions, examples, indices)
+        return squares_B.sqrt(), weights_B
+
     def compute_metrics(self, predictions: Tensor, examples: EncodedText, indices: Sequence[int]) -> dict[str, float]:
         """Compute regression's metrics and the mean absolute error."""
-        truths = examples.labels[list(indices)]
-        error = float(abs(predictions[:, 0].numpy() - truths).mean())
+        error = float(self.compute_example_losses(predictions, examples, indices)[0].mean())
         return {**super().compute_metrics(predictions, examples, indices), "loss": error, "absolute_error": error}
 
 

@@ -468,7 +468,10 @@ def test_centralized_training_has_a_range_test_of_its_own(tiny_folder: Path, tmp
     own = report.baselines["centralized"]["learning_rate"]
     assert own["losses"] != report.learning_rate["losses"]
     assert "learning_rate" not in report.baselines["local-only"]
-    assert {entry.name for entry in (tmp_path / "run" / "baselines" / "centralized").iterdir()} == {"report.json"}
+    assert {entry.name for entry in (tmp_path / "run" / "baselines" / "centralized").iterdir()} == {
+        "predictions",
+        "report.json",
+    }
     named = fedspan.run(values | {"centralized_lr": 0.01, "baselines": ["centralized"]}, tmp_path / "named")
     assert "learning_rate" not in named.baselines["centralized"]
 
