@@ -19,6 +19,7 @@ from typing import Any
 PARTITIONS = {"IID": (), "Dirichlet 0.3": ("partition.partitioner=dirichlet", "partition.alpha=0.3")}
 WORDS = 40
 """Length of the longest product reviews that are used: training on long texts takes long."""
+_PAIR = ("sentence1", "sentence2", "label")
 DOMAINS = ("airline", "books", "dvd", "electronics", "kitchen")
 
 Rows = list[tuple[str, ...]]
@@ -87,6 +88,27 @@ def sst2(data: Path, part: str) -> Rows:
     return [(text.strip(), names[int(label)]) for text, label in rows]
 
 
+def glue_pairs(name: str, columns: Sequence[int], files: tuple[str, str]) -> Callable[[Path, str], Rows]:
+    """Pairs of texts of a set of GLUE. All seeds have the same test rows, at most 1,000.
+
+    Args:
+        columns: Numbers of the columns of both texts and the label.
+        files: Files of the train and test parts; one file is split.
+    """
+
+    def read(data: Path, part: str) -> Rows:
+        first, second, label = columns
+        train, test = (tsv(data / "glue" / name / file) for file in files)
+        held = set(random.Random(0).sample(range(len(test)), min(1000, len(test))))
+        rows = [test[row] for row in held] if part == "test" else train
+        if part == "train" and files[0] == files[1]:
+            rows = [row for number, row in enumerate(train) if number not in held]
+        classes = {"0": "different", "1": "equivalent"}
+        return [(row[first], row[second], classes.get(row[label], row[label])) for row in rows]
+
+    return read
+
+
 def reviews(data: Path, part: str) -> Iterator[tuple[str, str, str]]:
     """Text, sentiment and domain of the product reviews of at most ``WORDS`` words."""
     for domain in DOMAINS:
@@ -149,6 +171,9 @@ SETS: dict[str, TextSet | ImageSet] = {
     "SST-2": TextSet(("sentence", "label"), sst2),
     "reviews, sentiment": TextSet(("review", "sentiment"), sentiments, train=400),
     "reviews, domain": TextSet(("review", "topic"), domains, train=None),
+    "MRPC": TextSet(_PAIR, glue_pairs("MRPC", (3, 4, 0), ("train.tsv", "msr_paraphrase_test.txt")), 2000, 1000),
+    "QNLI": TextSet(_PAIR, glue_pairs("QNLI", (1, 2, 3), ("dev.tsv", "dev.tsv")), 2000, 1000),
+    "RTE": TextSet(_PAIR, glue_pairs("RTE", (1, 2, 3), ("train.tsv", "dev.tsv")), 2000, 1000),
     "PACS": ImageSet(pacs, split=False),
     "Fashion-MNIST": ImageSet(fashion_mnist),
 }
