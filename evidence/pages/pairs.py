@@ -61,7 +61,7 @@ def measure_run(cell: Cell, args: argparse.Namespace) -> dict[str, float]:
     import fedspan
 
     folder = args.out / args.title / cell.stem
-    config = config_of(cell, args).model_copy(update={"baselines": ()})
+    config = config_of(cell, args).model_copy(update={"baselines": []})
     folder.parent.mkdir(parents=True, exist_ok=True)
     fedspan.run(config, folder, resume=True)
     return {args.title: json.loads((folder / "report.json").read_text())["scores"]["test"]["accuracy"]}
