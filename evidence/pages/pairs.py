@@ -2,7 +2,7 @@
 
     python -m evidence.pages.pairs --data PATH/data
 
-Accuracy on MRPC, QNLI and RTE, with 2,000 training rows or all, drawn by seed, on the same test rows, at most 1,000.
+Accuracy on MRPC, QNLI and RTE, with 800 training rows, drawn by seed, on the same test rows, at most 400.
 The regression has frozen features of both texts, u and v, or of their difference and product. Its penalty is chosen on
 a tenth of the training rows. Finished results are not computed again.
 """

@@ -89,7 +89,7 @@ def sst2(data: Path, part: str) -> Rows:
 
 
 def glue_pairs(name: str, columns: Sequence[int], files: tuple[str, str]) -> Callable[[Path, str], Rows]:
-    """Pairs of texts of a set of GLUE. All seeds have the same test rows, at most 1,000.
+    """Pairs of texts of a set of GLUE. All seeds have the same test rows, at most 400.
 
     Args:
         columns: Numbers of the columns of both texts and the label.
@@ -99,7 +99,7 @@ def glue_pairs(name: str, columns: Sequence[int], files: tuple[str, str]) -> Cal
     def read(data: Path, part: str) -> Rows:
         first, second, label = columns
         train, test = (tsv(data / "glue" / name / file) for file in files)
-        held = set(random.Random(0).sample(range(len(test)), min(1000, len(test))))
+        held = set(random.Random(0).sample(range(len(test)), min(400, len(test))))
         rows = [test[row] for row in held] if part == "test" else train
         if part == "train" and files[0] == files[1]:
             rows = [row for number, row in enumerate(train) if number not in held]
@@ -171,9 +171,9 @@ SETS: dict[str, TextSet | ImageSet] = {
     "SST-2": TextSet(("sentence", "label"), sst2),
     "reviews, sentiment": TextSet(("review", "sentiment"), sentiments, train=400),
     "reviews, domain": TextSet(("review", "topic"), domains, train=None),
-    "MRPC": TextSet(_PAIR, glue_pairs("MRPC", (3, 4, 0), ("train.tsv", "msr_paraphrase_test.txt")), 2000, 1000),
-    "QNLI": TextSet(_PAIR, glue_pairs("QNLI", (1, 2, 3), ("dev.tsv", "dev.tsv")), 2000, 1000),
-    "RTE": TextSet(_PAIR, glue_pairs("RTE", (1, 2, 3), ("train.tsv", "dev.tsv")), 2000, 1000),
+    "MRPC": TextSet(_PAIR, glue_pairs("MRPC", (3, 4, 0), ("train.tsv", "msr_paraphrase_test.txt"))),
+    "QNLI": TextSet(_PAIR, glue_pairs("QNLI", (1, 2, 3), ("dev.tsv", "dev.tsv"))),
+    "RTE": TextSet(_PAIR, glue_pairs("RTE", (1, 2, 3), ("train.tsv", "dev.tsv"))),
     "PACS": ImageSet(pacs, split=False),
     "Fashion-MNIST": ImageSet(fashion_mnist),
 }
