@@ -2,9 +2,8 @@
 
     python -m evidence.pages.pairs --data PATH/data
 
-Accuracy on MRPC, QNLI and RTE, with 800 training rows, drawn by seed, on the same test rows, at most 400.
-The regression has frozen features of both texts, u and v, or of their difference and product. Its penalty is chosen on
-a tenth of the training rows. Finished results are not computed again.
+Accuracy with 800 training rows, drawn by seed, on the same test rows, at most 400. A tenth of the training rows chooses
+the regression's penalty. Finished results are not computed again.
 """
 
 import argparse
@@ -14,16 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from evidence.pages.outside_reference import (
-    PENALTIES,
-    Cells,
-    TextEncoder,
-    encode_all,
-    fit_regression,
-    format_interval,
-)
+from evidence.pages.outside_reference import PENALTIES, Cells, TextEncoder, encode_all, fit_regression, format_interval
 from evidence.pages.subsets import Cell, config_of, write_data
 
 NAMES = ("MRPC", "QNLI", "RTE")
@@ -35,24 +26,17 @@ FEATURES = {
 
 def measure_references(cell: Cell, args: argparse.Namespace) -> dict[str, float]:
     """Test accuracy of the largest class, and of logistic regression on frozen features."""
-    encoder, parts = TextEncoder(), list[tuple[Tensor, Tensor, np.ndarray]]()
-    for path in write_data(cell, args):
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-        u, v = (encode_all(encoder, [row[name] for row in rows]) for name in ("sentence1", "sentence2"))
-        parts.append((u, v, np.array([row["label"] for row in rows])))
-    (*train, labels), (*test, expected) = parts
+    parts = [list(csv.DictReader(path.open(newline="", encoding="utf-8"))) for path in write_data(cell, args)]
+    vectors = [[encode_all(TextEncoder(), [row[n] for row in part]) for n in list(part[0])[:2]] for part in parts]
+    labels, expected = (np.array([row["label"] for row in part]) for part in parts)
     classes, counts = np.unique(labels, return_counts=True)
-    scores = {"largest class": float((expected == classes[counts.argmax()]).mean())}
-    held = len(labels) // 10
+    scores, held = {"largest class": float((expected == classes[counts.argmax()]).mean())}, len(labels) // 10
     for title, combine in FEATURES.items():
-        features = combine(*train)
-        tried = [
-            fit_regression(features[held:], labels[held:], penalty).score(features[:held].numpy(), labels[:held])
-            for penalty in PENALTIES
-        ]
-        fitted = fit_regression(features, labels, PENALTIES[int(np.argmax(tried))])
-        scores[f"logistic regression on frozen {title}"] = float(fitted.score(combine(*test).numpy(), expected))
+        train, test = (combine(*part) for part in vectors)
+        fitted = [fit_regression(train[held:], labels[held:], penalty) for penalty in PENALTIES]
+        best = np.argmax([one.score(train[:held].numpy(), labels[:held]) for one in fitted])
+        regression = fit_regression(train, labels, PENALTIES[best])
+        scores[f"logistic regression on frozen {title}"] = float(regression.score(test.numpy(), expected))
     return scores
 
 
@@ -61,9 +45,7 @@ def measure_run(cell: Cell, args: argparse.Namespace) -> dict[str, float]:
     import fedspan
 
     folder = args.out / args.title / cell.stem
-    config = config_of(cell, args).model_copy(update={"baselines": []})
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fedspan.run(config, folder, resume=True)
+    fedspan.run(config_of(cell, args).model_copy(update={"baselines": []}), folder, resume=True)
     return {args.title: json.loads((folder / "report.json").read_text())["scores"]["test"]["accuracy"]}
 
 
@@ -72,20 +54,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the data sets")
     parser.add_argument("--out", type=Path, default=Path("runs/pairs"), help="folder of the results")
-    parser.add_argument("--title", default="fedspan", help="row of the runs; empty: no runs")
+    parser.add_argument("--title", default="fedspan", help="row of the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / args.title).mkdir(parents=True, exist_ok=True)
     cells, rows = Cells(args.out / "cells.json"), dict[str, dict[str, list[float]]]()
     for measure, kind in ((measure_references, "references"), (measure_run, args.title)):
-        for cell in (Cell(name, "IID", seed) for seed in args.seeds for name in NAMES if kind):
+        for cell in (Cell(name, "IID", seed) for seed in args.seeds for name in NAMES):
             scores = cells.get(f"{cell.stem} | {kind}", lambda cell=cell, measure=measure: measure(cell, args))
             for title, score in scores.items():
                 rows.setdefault(title, {}).setdefault(cell.name, []).append(score)
     print(f"| accuracy, % | {' | '.join(NAMES)} |\n|---|{'---:|' * len(NAMES)}")
-    for title, scores in rows.items():
-        print(f"| {title} | {' | '.join(format_interval(scores[name]) for name in NAMES)} |")
+    for title, by_name in rows.items():
+        print(f"| {title} | {' | '.join(format_interval(by_name[name]) for name in NAMES)} |")
 
 
 if __name__ == "__main__":

@@ -88,23 +88,16 @@ def sst2(data: Path, part: str) -> Rows:
     return [(text.strip(), names[int(label)]) for text, label in rows]
 
 
-def glue_pairs(name: str, columns: Sequence[int], files: tuple[str, str]) -> Callable[[Path, str], Rows]:
-    """Pairs of texts of a set of GLUE. All seeds have the same test rows, at most 400.
-
-    Args:
-        columns: Numbers of the columns of both texts and the label.
-        files: Files of the train and test parts; one file is split.
-    """
+def glue_pairs(name: str, columns: Sequence[int], *files: str) -> Callable[[Path, str], Rows]:
+    """Pairs of texts of GLUE, with the numbers of their columns; the test part is at most 400 rows of the last file."""
 
     def read(data: Path, part: str) -> Rows:
-        first, second, label = columns
-        train, test = (tsv(data / "glue" / name / file) for file in files)
-        held = set(random.Random(0).sample(range(len(test)), min(400, len(test))))
-        rows = [test[row] for row in held] if part == "test" else train
-        if part == "train" and files[0] == files[1]:
-            rows = [row for number, row in enumerate(train) if number not in held]
+        rows = tsv(data / "glue" / name / files[0 if part == "train" else -1])
+        held = set(random.Random(0).sample(range(len(rows)), min(400, len(rows))))
+        if part == "test" or len(files) == 1:
+            rows = [row for number, row in enumerate(rows) if (number in held) == (part == "test")]
         classes = {"0": "different", "1": "equivalent"}
-        return [(row[first], row[second], classes.get(row[label], row[label])) for row in rows]
+        return [tuple(classes.get(row[column], row[column]) for column in columns) for row in rows]
 
     return read
 
@@ -171,9 +164,9 @@ SETS: dict[str, TextSet | ImageSet] = {
     "SST-2": TextSet(("sentence", "label"), sst2),
     "reviews, sentiment": TextSet(("review", "sentiment"), sentiments, train=400),
     "reviews, domain": TextSet(("review", "topic"), domains, train=None),
-    "MRPC": TextSet(_PAIR, glue_pairs("MRPC", (3, 4, 0), ("train.tsv", "msr_paraphrase_test.txt"))),
-    "QNLI": TextSet(_PAIR, glue_pairs("QNLI", (1, 2, 3), ("dev.tsv", "dev.tsv"))),
-    "RTE": TextSet(_PAIR, glue_pairs("RTE", (1, 2, 3), ("train.tsv", "dev.tsv"))),
+    "MRPC": TextSet(_PAIR, glue_pairs("MRPC", (3, 4, 0), "train.tsv", "msr_paraphrase_test.txt")),
+    "QNLI": TextSet(_PAIR, glue_pairs("QNLI", (1, 2, 3), "dev.tsv")),
+    "RTE": TextSet(_PAIR, glue_pairs("RTE", (1, 2, 3), "train.tsv", "dev.tsv")),
     "PACS": ImageSet(pacs, split=False),
     "Fashion-MNIST": ImageSet(fashion_mnist),
 }
