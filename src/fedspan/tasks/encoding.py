@@ -154,12 +154,12 @@ def encode_texts(
         apart: Whether both texts of a pair are encoded alone; else, as one sequence.
     """
     require_processor(tokenizer, "texts")
-    columns = ["text", "text_pair"] if apart else [n for n in ("text", "text_pair") if n in dataset.column_names]
     encodings: dict[str, Ragged] = {}
-    for prefix, names in zip(("", PAIR), [[name] for name in columns] if apart else [columns], strict=False):
+    for prefix, first, second in (("", "text", ""), (PAIR, "text_pair", "")) if apart else (("", "text", "text_pair"),):
+        selected = dataset.select_columns([name for name in (first, second) if name in dataset.column_names])
         joined = join_encodings(
-            tokenizer(*(rows[name] for name in names), truncation=True, max_length=max_length)
-            for rows in split_rows(dataset.select_columns(names))
+            tokenizer(rows[first], rows.get(second), truncation=True, max_length=max_length)
+            for rows in split_rows(selected)
         )
         encodings |= {f"{prefix}{key}": values for key, values in joined.items()}
     lengths = [values.lengths for key, values in encodings.items() if key.endswith("input_ids")]
