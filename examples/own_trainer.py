@@ -15,8 +15,9 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,11 +62,11 @@ def make_trainer(office: str, name: str, out: Path, count: int) -> SFTTrainer:
     )
 
 
-def federate(args: argparse.Namespace) -> None:
+def federate(make: Callable[[str], SFTTrainer], config: Path, folder: Path) -> None:
     import fedspan
 
-    trainers: dict[str, Any] = {o: make_trainer(o, args.model, args.out, args.texts) for o in OFFICES}
-    report = fedspan.simulate(args.config, args.out / "run", trainers=trainers, resume=True)
+    trainers = {office: make(office) for office in OFFICES}
+    report = fedspan.simulate(config, folder, trainers=trainers, resume=True)
     print(f"best round {report.best_round}: loss {report.scores['validation']['loss']:.3f} on held-out letters")
 
 
@@ -78,15 +79,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="left out: runs/own_trainer, or runs/own_trainer-smoke")
     parser.add_argument("--smoke", action="store_true", help="a few seconds: 16 letters of an office")
     args = parser.parse_args()
-    args.out = args.out or Path("runs/own_trainer-smoke" if args.smoke else "runs/own_trainer")
-    args.config = args.config or Path(sys.argv[0]).with_name("own_trainer.yaml")
-    if args.smoke:
-        args.texts = 16
-    if args.alone is not None:
-        make_trainer(args.alone, args.model, args.out, args.texts).train()
+    out = args.out or Path("runs/own_trainer-smoke" if args.smoke else "runs/own_trainer")
+    make = partial(make_trainer, name=args.model, out=out, count=16 if args.smoke else args.texts)
+    if (office := args.alone) is not None:
+        make(office).train()
         return
-    federate(args)
-    print(f"adapter: {args.out / 'run' / 'adapter'}")
+    federate(make, args.config or Path(sys.argv[0]).with_name("own_trainer.yaml"), out / "run")
+    print(f"adapter: {out / 'run' / 'adapter'}")
 
 
 if __name__ == "__main__":

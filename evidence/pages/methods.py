@@ -40,6 +40,7 @@ import fedspan
 from evidence.claims.report import format_table, save_figure
 from fedspan.runs.predictions import Items, read_items
 from fedspan.tasks.metrics import METRICS
+from fedspan.training.prefix_rows import share_prefixes
 
 HERE = Path(__file__).resolve().parent
 VALIDATION_SEED, SEEDS = 100, (0, 1, 2, 3, 4, 5)
@@ -130,23 +131,32 @@ def read_pairs(settings: Mapping[str, Any], out: Path, data: Path, models: Path)
     return pairs
 
 
-def run_pair(pair: Pair) -> None:
-    """Run a method in a cell, and record its rate; a combination that fedspan refuses is recorded with the reason."""
-    path = pair.folder / "rate.json"
-    if path.is_file() and "refused" in json.loads(path.read_text()):
-        return
-    try:
-        rate = pair.select_rate()
-        outcome: dict[str, Any] = {"rate": rate}
-        for seed in SEEDS:
-            pair.run(rate, seed)
-    except fedspan.FedspanError as error:
-        print(f"{pair.cell}, {pair.method}: {error}", flush=True)
-        if error.field == "run folder":  # another process works on it, or the disk is full: a later call continues
-            return
-        outcome = {"refused": str(error)}
-    pair.folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(outcome) + "\n")
+def run_cell(pairs: Sequence[Pair]) -> None:
+    """Run the methods of a cell, and record their rates; what fedspan refuses is recorded with the reason.
+
+    Seed by seed: a run reuses the outputs of the frozen layers of the one before, if both have the same examples.
+    """
+    left, rates = list(pairs), dict[str, float]()
+    with share_prefixes():
+        for seed, pair in ((seed, pair) for seed in (VALIDATION_SEED, *SEEDS) for pair in pairs):
+            path = pair.folder / "rate.json"
+            if pair not in left or (path.is_file() and "refused" in json.loads(path.read_text())):
+                continue
+            try:
+                if seed == VALIDATION_SEED:
+                    rates[pair.method] = pair.select_rate()
+                else:
+                    pair.run(rates[pair.method], seed)
+                outcome: dict[str, Any] = {"rate": rates[pair.method]}
+            except fedspan.FedspanError as error:
+                print(f"{pair.cell}, {pair.method}: {error}", flush=True)
+                left.remove(pair)
+                if error.field == "run folder":  # another process works on it, or the disk is full: for a later call
+                    continue
+                outcome = {"refused": str(error)}
+            if seed == SEEDS[-1] or "refused" in outcome:
+                pair.folder.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(outcome) + "\n")
 
 
 @dataclass(frozen=True)
@@ -342,8 +352,9 @@ def main() -> None:
     if args.data is None:
         parser.error("--data: the folder of the data sets")
     number, count = map(int, args.shard.split("/"))
-    for pair in pairs[number - 1 :: count]:
-        run_pair(pair)
+    mine = pairs[number - 1 :: count]
+    for cell in dict.fromkeys(pair.cell for pair in mine):
+        run_cell([pair for pair in mine if pair.cell == cell])
 
 
 if __name__ == "__main__":

@@ -32,6 +32,15 @@ def test_the_pages_of_the_config_and_of_a_node_s_file_are_current() -> None:
         assert (DOCS / page).read_text(encoding="utf-8") == written, "run: python docs/generate_config.py"
 
 
+def test_the_figures_of_results_show_the_numbers_of_their_pages() -> None:
+    module = load_script("docs/generate_figures.py")
+    for page, (header, _) in module.FIGURES.items():
+        digest = module.compute_digest(module.read_table(page, header))
+        drawn = (DOCS / "results" / f"{page}.svg").read_text(encoding="utf-8")
+        assert f"<dc:description>{digest}<" in drawn, "run: python docs/generate_figures.py"
+        assert f"]({page}.svg)" in (DOCS / "results" / f"{page}.md").read_text(encoding="utf-8")
+
+
 def test_every_page_is_in_the_navigation() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     listed = Counter(re.findall(r"[\w/.-]+\.md", str(nav)))

@@ -81,10 +81,10 @@ def test_a_rate_that_diverges_is_the_worst_and_a_busy_folder_is_left_for_later(
     monkeypatch.setattr(methods.Pair, "run", run)
     assert pair._validate(4.0) == -np.inf
     monkeypatch.setattr(methods.Pair, "select_rate", lambda _: 1.0)
-    methods.run_pair(pair)
+    methods.run_cell([pair])
     assert not list(tmp_path.iterdir())
     fields[1.0] = "method.name"
-    methods.run_pair(pair)
+    methods.run_cell([pair])
     assert "method.name" in json.loads((tmp_path / "rate.json").read_text())["refused"]
 
 
