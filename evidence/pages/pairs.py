@@ -2,8 +2,7 @@
 
     python -m evidence.pages.pairs --data PATH/data
 
-Accuracy with 800 training rows, drawn by seed, on the same test rows, at most 400. A tenth of the training rows chooses
-the regression's penalty. Finished results are not computed again.
+Accuracy with 800 training rows, drawn by seed, on the same test rows, at most 400. Finished results are not rerun.
 """
 
 import argparse
