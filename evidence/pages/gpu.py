@@ -35,7 +35,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from evidence.pages.engines.page import format_table
+from evidence.claims.report import format_table
 from fedspan.config import parse_config
 from fedspan.core.values import Client, Job, Trained
 from fedspan.errors import FedspanError
@@ -409,7 +409,7 @@ def format_quantized(
         f"Tokens a second at batch {batch}, and the peak of memory in GiB, with the frozen base in {plain} and in NF4 "
         "(`model.quantization: nf4`, bitsandbytes).",
         "",
-        *format_table(["shape", "base", *head], rows),
+        format_table(["shape", "base", *head], rows) + "\n",
     ]
 
 
@@ -504,13 +504,14 @@ def format_agreement(shapes: Sequence[Shape], device: torch.device, args: argpar
         "",
         "*Same bits*: eight clients in one pass on two blocks, trained twice, with and without `deterministic: true`.",
         "",
-        *format_table(
+        format_table(
             [
                 *("shape", "SGD, GPU", "SGD, CPU", "AdamW, GPU", "AdamW, CPU", ""),
                 *("same bits, float32", "with `deterministic`", "same bits, bfloat16", "with `deterministic`"),
             ],
             rows,
-        ),
+        )
+        + "\n",
     ]
 
 
@@ -529,7 +530,7 @@ def format_speed(shapes: Sequence[Shape], args: argparse.Namespace, device: torc
         f"most clients. Where a pass of all clients needs more memory than the GPU has, the cell says how many "
         f"shared one. Goal at batch 1 with the most clients: {GOAL:g} times PEFT's loop.",
         "",
-        *format_table(["shape", "batch", "PEFT in a loop", *counts, *gains], rows),
+        format_table(["shape", "batch", "PEFT in a loop", *counts, *gains], rows) + "\n",
     ]
 
 
