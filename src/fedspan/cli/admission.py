@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedspan.cli.commands import MACHINES, SERVER, ServerFolder, register_command
+from fedspan.cli.commands import MACHINES, SERVER, ServerFolder, option, register_command
 
 if TYPE_CHECKING:
     from fedspan.transports.http.server import ServerLink
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 )
 def admit(
     key: Annotated[Path, typer.Argument(metavar="KEY.pub", help="The node's public key.")],
-    name: Annotated[str, typer.Option("--as", metavar="NAME", help="Id that the node must use.")] = "",
+    name: Annotated[str, option("NAME", "Id that the node must use.", "--as")] = "",
     days: Annotated[int, typer.Option(min=0, max=36500, help="Days after which the admission ends; 0: never.")] = 730,
     replace: Annotated[
         bool, typer.Option("--replace", help="Revoke the node's earlier keys: the node has a new key.")
@@ -40,10 +40,8 @@ def admit(
     ] = None,
     fingerprint: Annotated[
         str | None,
-        typer.Option(
-            "--fingerprint",
-            metavar="SHA256:...",
-            help="The key's fingerprint, as the data owner reads it out by telephone; another key is refused.",
+        option(
+            "SHA256:...", "The key's fingerprint, as the data owner reads it out by telephone; another key is refused."
         ),
     ] = None,
     folder: ServerFolder = SERVER,
@@ -69,7 +67,7 @@ def admit(
 @register_command("revoke", 'fedspan revoke clinic-a --reason "the machine was stolen"', panel=MACHINES)
 def revoke(
     node: Annotated[str, typer.Argument(metavar="NODE", help="The node's name, or its id.")],
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="The reason, for the audit log.")] = "",
+    reason: Annotated[str, option("TEXT", "The reason, for the audit log.")] = "",
     folder: ServerFolder = SERVER,
 ) -> None:
     """Revoke a node's key permanently: within seconds, its requests are refused and its replies are rejected.

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.commands import MACHINES, Json, register_command
+from fedspan.cli.commands import MACHINES, Json, option, register_command
 from fedspan.errors import FedspanError, escape_controls
 
 
@@ -23,7 +23,7 @@ def approve(
     node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
     job: Annotated[str | None, typer.Argument(metavar="JOB", help="First characters of a job's name.")] = None,
     refuse: Annotated[bool, typer.Option("--refuse", help="Refuse the job, even if it is running.")] = False,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason, sent to the server.")] = "",
+    reason: Annotated[str, option("TEXT", "Reason, sent to the server.")] = "",
     settings: Annotated[bool, typer.Option("--settings", help="Show all settings of the jobs.")] = False,
 ) -> None:
     """Show the jobs that servers request from this node, with what would leave it; approve or refuse one."""
@@ -62,12 +62,10 @@ def approve(
 def budget(
     node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
     new: Annotated[bool, typer.Option("--new", help="Start a new budget: nothing counts as used any more.")] = False,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason, for the node's audit log.")] = "",
+    reason: Annotated[str, option("TEXT", "Reason, for the node's audit log.")] = "",
     replaces: Annotated[
         Path | None,
-        typer.Option(
-            metavar="OLD", help="Continue the budget of the key that the node used before (its folder, if it had none)."
-        ),
+        option("OLD", "Continue the budget of the key that the node used before (its folder, if it had none)."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.commands import register_command
+from fedspan.cli.commands import option, register_command
 
 
 @register_command(
@@ -21,7 +21,7 @@ from fedspan.cli.commands import register_command
 )
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or of series of runs.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="File of the report.")] = Path("report.html"),
+    out: Annotated[Path, option("FILE", "File of the report.")] = Path("report.html"),
     diagnose: Annotated[
         bool, typer.Option("--diagnose", help="Run one more round of each kind of run, and show its diagnostics.")
     ] = False,
