@@ -86,8 +86,10 @@ def plan(
         from fedspan.methods.registry import get_method_class
 
         get_method_class(_get_method_name(values))
-    if config is None and labels is None and _has_labels(task or _TASK):
-        labels = _BINARY
+    if config is None and labels is None:
+        from fedspan.tasks.registry import get_task
+
+        labels = _BINARY if get_task(task or _TASK, "--task").has_labels else None
     screen = create_console()
     screen.quiet = as_json
     activity = "timing some steps on this machine" if device == "here" else "loading torch and Transformers"
@@ -120,12 +122,6 @@ def plan(
         typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))
     else:
         _show(screen, plans, refused, length is None)
-
-
-def _has_labels(task: str) -> bool:
-    from fedspan.tasks.registry import get_task
-
-    return get_task(task, "--task").has_labels
 
 
 def _make_config_values(task: str) -> dict[str, Any]:

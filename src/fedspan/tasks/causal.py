@@ -327,7 +327,10 @@ def _require(config: DataConfig, field: str) -> list[tuple[str, ...]]:
     return groups if config.label is None else [*groups, (config.label,)]
 
 
-def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None) -> CausalLM:
+def build_language_model(
+    tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None
+) -> CausalLM:
+    """Build the task from a run's settings."""
     return CausalLM(
         tokenizer,
         settings.max_length,
@@ -348,7 +351,7 @@ CAUSAL_LM = TaskDefinition(
     name="causal-lm",
     title="an answer to a prompt (instruction tuning)",
     head="language-model",
-    build=_build,
+    build=build_language_model,
     target_type="text",
     metrics=("loss", "perplexity", "token_accuracy"),
     columns=TaskColumns(read=_read, get_required_columns=_require, get_label_column=lambda config: config.label),
