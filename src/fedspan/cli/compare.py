@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from fedspan.cli.commands import Json, Overrides, option, refuse_options, register_command
+from fedspan.cli.commands import Json, Overrides, argument, option, refuse_options, register_command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedspan.experiments.series import Watcher
     from fedspan.experiments.tables import Table
 
-Config = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file that all runs share.")]
+Config = Annotated[Path | None, argument("CONFIG", "The YAML file that all runs share.")]
 Out = Annotated[
     Path | None, option("FOLDER", "Folder of the runs and the table; an existing series is resumed.", "--out")
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from fedspan.cli.commands import Json, option, register_command
+from fedspan.cli.commands import Json, argument, option, register_command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     "diagnose", "fedspan diagnose runs/first", "fedspan diagnose runs/first --round best --pairs 6 --json"
 )
 def diagnose(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    run: Annotated[Path, argument("RUN", "A run's folder.")],
     round: Annotated[str, option("ROUND", "Checkpoint to continue from: last, best, or a round's number.")] = "last",
     pairs: Annotated[int, option("N", "Number of client pairs whose loss barrier is measured.")] = 3,
     examples: Annotated[int, option("N", "Held-out examples for the loss barrier.")] = 500,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.commands import option, register_command
+from fedspan.cli.commands import argument, option, register_command
 from fedspan.cli.trained_model import ClientOption
 
 
@@ -26,7 +26,7 @@ class FormOption(StrEnum):
     "fedspan export runs/personal --out theirs --client client-03",
 )
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    run: Annotated[Path, argument("RUN", "The run folder.")],
     out: Annotated[Path, option("DIR", "Folder of the export; it must not exist.")],
     form: Annotated[
         FormOption, typer.Option(help="PEFT adapter, or merged Transformers model with its tokenizer.")

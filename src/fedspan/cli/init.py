@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from fedspan.cli.commands import option, register_command
+from fedspan.cli.commands import argument, flag, option, register_command
 from fedspan.errors import FedspanError
 
 
@@ -22,10 +20,7 @@ from fedspan.errors import FedspanError
 )
 def init(
     data: Annotated[
-        str,
-        typer.Argument(
-            metavar="DATA", help="A file, a folder or archive of images or texts by class, or a hub data set."
-        ),
+        str, argument("DATA", "A file, a folder or archive of images or texts by class, or a hub data set.")
     ],
     out: Annotated[Path, option("FILE", "File of the config.")] = Path("fedspan.yaml"),
     test: Annotated[str | None, option("FILE", "Test set. Default: a fifth of DATA.")] = None,
@@ -37,7 +32,7 @@ def init(
     clients: Annotated[int | None, option("N", "Number of clients of a random partition. Default: at most 10.")] = None,
     model: Annotated[str | None, option("ID", "Base model. Default: a small one.")] = None,
     method: Annotated[str, option("KEY", "Method; fedspan methods lists them.")] = "fedit",
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    force: Annotated[bool, flag("--force", "Replace an existing file.")] = False,
     overrides: Annotated[
         list[str] | None, option("data.FIELD=VALUE", "Set an option of data, such as data.delimiter=^.", "--set")
     ] = None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedspan.cli.commands import Json, Overrides, option, register_command
+from fedspan.cli.commands import Json, Overrides, argument, option, register_command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -30,9 +30,7 @@ _BINARY = 2
     "fedspan plan my.yaml --examples 5000 --length 25 --device A100 --mbit 100",
 )
 def plan(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="Config of the run. Default: options only.")
-    ] = None,
+    config: Annotated[Path | None, argument("[CONFIG]", "Config of the run. Default: options only.")] = None,
     model: Annotated[str | None, option("ID", "Hub id or local folder of the model.")] = None,
     methods: Annotated[
         str | None, option("A,B", "Methods, or all. Default: the config's method; all without a config.")

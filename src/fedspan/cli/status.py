@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedspan.cli.admission import warn_of_expiry
-from fedspan.cli.commands import MACHINES, SERVER, Json, ServerFolder, option, register_command
+from fedspan.cli.commands import MACHINES, SERVER, Json, ServerFolder, argument, option, register_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -145,7 +145,7 @@ def _show_run(out: Console, run_folder: Path, run_status: RunStatus) -> None:
 
 @register_command("health", "fedspan health node.yaml", panel=MACHINES)
 def health(
-    node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
+    node: Annotated[Path, argument("NODE", "The node's YAML file.")],
     within: Annotated[
         float,
         typer.Option(

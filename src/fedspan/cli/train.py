@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from fedspan.cli.commands import Overrides, option, refuse_options, register_command
+from fedspan.cli.commands import Overrides, argument, option, refuse_options, register_command
 from fedspan.cli.live_run import find_unused_folder, show_run
 from fedspan.errors import FedspanError
 
@@ -20,7 +18,7 @@ from fedspan.errors import FedspanError
     "fedspan run --resume runs/first --set federation.rounds=40",
 )
 def run(
-    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of a new run.")] = None,
+    config: Annotated[Path | None, argument("CONFIG", "The YAML file of a new run.")] = None,
     out: Annotated[Path | None, option("FOLDER", "Folder of the run. Default: runs/ and the config's name.")] = None,
     overrides: Overrides = None,
     resume: Annotated[

@@ -9,11 +9,11 @@ from typing import Annotated, cast
 
 import typer
 
-from fedspan.cli.commands import Json, Overrides, option, register_command
+from fedspan.cli.commands import Json, Overrides, argument, flag, option, register_command
 from fedspan.errors import FedspanError
 from fedspan.files import neutralize_formula
 
-Model = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run or of an exported model.")]
+Model = Annotated[Path, argument("RUN_OR_MODEL", "Folder of a run or of an exported model.")]
 ClientOption = Annotated[
     str | None, option("ID", "Client whose model is used, if every client has its own.", "--client")
 ]
@@ -28,8 +28,7 @@ ClientOption = Annotated[
 def predict(
     model: Model,
     texts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="TEXT...", help="Texts or image files; for a model of pairs, two texts with a tab."),
+        list[str] | None, argument("TEXT...", "Texts or image files; for a model of pairs, two texts with a tab.")
     ] = None,
     file: Annotated[
         Path | None,
@@ -132,10 +131,7 @@ def evaluate(
     ] = None,
     overrides: Overrides = None,
     generate: Annotated[
-        bool,
-        typer.Option(
-            "--generate/--no-generate", help="Generate the answers of language models and seq2seq, and score them."
-        ),
+        bool, flag("--generate/--no-generate", "Generate the answers of language models and seq2seq, and score them.")
     ] = True,
     tasks: Annotated[
         str | None, option("A,B", "Tasks of lm-evaluation-harness (mmlu, arc_easy), in place of data.")
