@@ -206,11 +206,7 @@ def test_early_stopping_ends_an_extended_run_unless_it_gets_more_patience(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores = {1: 0.2, 2: 0.5, 3: 0.4, 4: 0.1, 5: 0.6, 6: 0.3}
-
-    def rate(metric: str, number: int, validation: Any) -> Best:
-        return Best(scores[number], 0.0, number)
-
-    monkeypatch.setattr(selection, "rate_round", rate)
+    monkeypatch.setattr(selection, "rate_round", lambda metric, number, _: Best(scores[number], 0.0, number))
     stopped = fedspan.run(values(tiny_folder, 5, federation={"early_stopping": 2}), tmp_path / "run")
     assert stopped.rounds == 4
     with refused("federation.early_stopping"):
