@@ -13,6 +13,7 @@ from evidence.claims.report import format_table
 from evidence.pages.engines.contenders import run_once
 from evidence.pages.engines.page import Limit
 from evidence.pages.engines.work import Work
+from evidence.pages.subsets import write_rows
 
 MIB = 2**20
 OVERHEAD, STACKED, REGISTERED = 0.05, 1.3, 1.1
@@ -136,13 +137,9 @@ def write_registered_data(args: argparse.Namespace, folder: Path) -> Path:
     """A csv with two examples for each registered client: Banking77's again and again, numbered."""
     with (args.data / "train.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    path = folder / "registered.csv"
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["text", "category"])
-        for number in range(2 * args.registered):
-            row = rows[number % len(rows)]
-            writer.writerow([f"{row['text']} {number // len(rows)}", row["category"]])
+    path, count = folder / "registered.csv", len(rows)
+    numbered = ((rows[number % count], number // count) for number in range(2 * args.registered))
+    write_rows(path, ("text", "category"), ((f"{row['text']} {time}", row["category"]) for row, time in numbered))
     return path
 
 
