@@ -343,10 +343,6 @@ def build_language_model(
     )
 
 
-def _make_examples(ids: Ragged, classes: np.ndarray) -> EncodedPrompts:
-    return EncodedPrompts(ids, ids.lengths // 2, ("",) * len(ids), ids.lengths, 0, 0)
-
-
 CAUSAL_LM = TaskDefinition(
     name="causal-lm",
     title="an answer to a prompt (instruction tuning)",
@@ -362,5 +358,5 @@ CAUSAL_LM = TaskDefinition(
     lr=2e-4,
     summary_metrics=("perplexity", "exact_match"),
     pipeline_tag="text-generation",
-    make_examples=_make_examples,
+    make_examples=lambda ids, _: EncodedPrompts(ids, ids.lengths // 2, ("",) * len(ids), ids.lengths, 0, 0),
 )

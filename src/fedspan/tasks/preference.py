@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 import torch
@@ -284,10 +284,6 @@ def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: Dat
     return PreferenceTuning(build_language_model(tokenizer, settings, data), options, settings.metric)
 
 
-def _present(task: PreferenceTuning, inputs: Sequence[Any], predictions: Tensor) -> list[Any]:
-    return cast("list[Any]", task.language.decode_predictions(predictions))
-
-
 PREFERENCE = TaskDefinition(
     name="preference",
     title="the better of two answers to a prompt (DPO)",
@@ -316,5 +312,5 @@ PREFERENCE = TaskDefinition(
     summary_metrics=("reward_accuracy", "reward_margin"),
     pipeline_tag="text-generation",
     infer_columns=infer_columns,
-    postprocess=_present,
+    postprocess=lambda task, inputs, predictions: task.language.decode_predictions(predictions),
 )
