@@ -19,9 +19,7 @@ new method is a line in the YAML file, or in a copy of it for ``--settings``.
 import argparse
 import json
 import math
-import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -37,7 +35,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 import fedspan
-from evidence.claims.report import format_table, save_figure
+from evidence.claims.report import describe_machine, format_table, save_figure
 from fedspan.runs.predictions import Items, read_items
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.prefix_rows import share_prefixes
@@ -318,14 +316,8 @@ def draw_pareto(cells: Results, methods: Sequence[str], path: Path) -> None:
 
 def describe_origin() -> str:
     """Describe the command, the commit, the day and the machine."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=8", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True
-    ).stdout.strip()
     words = [f"PATH/{Path(word).name}" if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    return (
-        f"Command: `python -m evidence.pages.methods {shlex.join(words)}`  \n"
-        f"Commit: {commit}. Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, one thread a run."
-    )
+    return f"Command: `python -m evidence.pages.methods {shlex.join(words)}`  \n{describe_machine()} One thread a run."
 
 
 def main() -> None:

@@ -426,8 +426,11 @@ def _compute_digest(body: bytes) -> str:
 
 @lru_cache(maxsize=1)
 def _is_canonical(body: bytes) -> bool:
-    """Return whether equal messages would have equal digests; like ``_compute_digest``, once for all clients."""
-    return serialization.is_canonical(body)
+    """Return whether a message is encoded as by ``encode``, so that equal messages have equal digests.
+
+    Like ``_compute_digest``, it runs once for all clients.
+    """
+    return serialization.encode(serialization.decode(body)) == body
 
 
 def _get_public_keys(keys: SessionKeys) -> PublicKeys:
