@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.helpers.slow_link import SlowLink
 
-MOST = 1.1
+MAX_RATIO = 1.1
 """Maximum of the bytes on the link over the size of the message."""
 _NODE = """
 import logging, sys, threading
@@ -120,8 +120,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="fedspan-") as temporary:
         row = measure(Path(temporary), int(options.megabytes * 1e6), options.mbit * 1e6 / 8, options.cut_after or None)
     print(json.dumps(row))
-    if max(row["order"], row["reply"]) > MOST:
-        sys.exit(f"more than {MOST} times the message")
+    if max(row["order"], row["reply"]) > MAX_RATIO:
+        sys.exit(f"more than {MAX_RATIO} times the message")
 
 
 if __name__ == "__main__":
