@@ -107,6 +107,15 @@ class TorchTrainer:
         batches: Number of batches of an epoch, by which a node limits a round (``limits.steps``); None: one for each
             example.
 
+    Examples:
+        >>> def train(round):
+        ...     for batch in round.batches(loader):
+        ...         loss = model(**batch).loss
+        ...         loss.backward()
+        ...         round.step(loss, examples=len(batch["labels"]))
+        >>> trainers = {"clinic-a": fedspan.TorchTrainer(model, train, examples=len(data))}
+        >>> fedspan.simulate(config, "runs/loop", trainers=trainers)
+
     Raises:
         FedspanError: If there are no examples or batches, or ``evaluate`` and ``validation_examples`` do not fit
             together.
