@@ -51,8 +51,8 @@ class ServerState:
         base: The accumulated change of the frozen base.
         memory: The server's own tensors, which are not part of the model (momenta, control variates, second moments).
         scalars: Small plain values.
-        generation: Number of times that the tensors got new coordinates (re-initialized or decomposed again; not where a
-            method rotates them towards the former ones); the server's moments of an older generation are invalid.
+        generation: Number of times that the tensors got new coordinates (re-initialized or decomposed again; not where
+            a method rotates them towards the former ones); the server's moments of an older generation are invalid.
     """
 
     round: int = 0
