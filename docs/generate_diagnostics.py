@@ -9,8 +9,8 @@ from fedspan.diagnostics.measures import MEASURES
 PAGE = Path(__file__).parent / "diagnostics.md"
 INTRO = """# Why do clients disagree, and what does the mean lose?
 
-`fedspan diagnose RUN` tells you: it starts from a checkpoint of a run (`--round last`, `best`, or a number), runs one more
-round, compares the clients' updates with each other and with the server's result, and discards the round:
+`fedspan diagnose RUN` tells you: it starts from a checkpoint of a run (`--round last`, `best`, or a number), runs one
+more round, compares the clients' updates with each other and with the server's result, and discards the round:
 
 ```bash
 fedspan diagnose runs/first
