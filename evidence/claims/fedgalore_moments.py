@@ -27,7 +27,7 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.training.jobs import TrainingSettings
 
 CLIENTS, WIDTH, RANK, BATCH, VALIDATION_SEED = 10, 128, 8, 32, 100
-MOST_RATES = 5
+MAX_RATES = 5
 GRADIENT = {"adaptive_refreshes": 10**6}
 DEFAULT, NONE = "squared, a seed a round (default)", "no synchronization (FedGaLore-)"
 READINGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -98,7 +98,7 @@ def main() -> None:
                 if r not in tried:
                     tried[r] = run(data, reading, r, VALIDATION_SEED, args.rounds, args.steps).plateau("validation")
             rate = max(tried, key=lambda rate: tried[rate])
-            if rate not in (rates[0], rates[-1]) or len(rates) >= MOST_RATES:
+            if rate not in (rates[0], rates[-1]) or len(rates) >= MAX_RATES:
                 break
             rates = [rate / 3, *rates] if rate == rates[0] else [*rates, rate * 3]
         curves = [run(data, reading, rate, seed, args.rounds, args.steps) for seed in args.seeds]

@@ -6,7 +6,7 @@
 
 ``methods.yaml`` has the cells (data, model, partition) and the methods. In each cell, a method's learning rate is the
 one of three with the best validation score on a seed of its own; while that is the lowest or the highest, another
-rate is tried beyond it, up to ``MOST_RATES``. With that rate, the method runs with other seeds, each of which draws the
+rate is tried beyond it, up to ``MAX_RATES``. With that rate, the method runs with other seeds, each of which draws the
 partition, the factors and the batches.
 
 A run is a folder under ``FOLDER/runs``. Finished runs are not repeated and stopped ones continue, so the command can be
@@ -42,7 +42,7 @@ from fedspan.training.prefix_rows import share_prefixes
 
 HERE = Path(__file__).resolve().parent
 VALIDATION_SEED, SEEDS = 100, (0, 1, 2, 3, 4, 5)
-STEP, MOST_RATES = 4.0, 5
+STEP, MAX_RATES = 4.0, 5
 RESAMPLES = 2000
 DRAWS = 200_000
 LEVEL = 0.95
@@ -98,7 +98,7 @@ class Pair:
                 if rate not in scores:
                     scores[rate] = self._validate(rate)
             best = max(rates, key=lambda rate: scores[rate])
-            if len(rates) == MOST_RATES or best not in (rates[0], rates[-1]):
+            if len(rates) == MAX_RATES or best not in (rates[0], rates[-1]):
                 return best
             rates = [best / STEP, *rates] if best == rates[0] else [*rates, best * STEP]
 

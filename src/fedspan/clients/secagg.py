@@ -95,7 +95,7 @@ from fedspan.federation.secagg.messages import (
     create_initial_values,
     flatten,
 )
-from fedspan.federation.settings import FEWEST_SECURE_CLIENTS
+from fedspan.federation.settings import MIN_SECURE_CLIENTS
 
 
 class SecureClient:
@@ -115,7 +115,7 @@ class SecureClient:
         self,
         id: str,
         sessions: SessionStore,
-        min_clients: int = FEWEST_SECURE_CLIENTS,
+        min_clients: int = MIN_SECURE_CLIENTS,
         colluders: int = 1,
         identity: Identity | None = None,
         known: Mapping[str, str] | None = None,

@@ -28,16 +28,16 @@ from fedspan.deployment.handshake import Invitation, explain_version
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Order
 from fedspan.federation.secagg.messages import Agreement, compute_share
-from fedspan.federation.settings import MOST_SECURE_CLIENTS
+from fedspan.federation.settings import MAX_SECURE_CLIENTS
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.names import get_architecture
 
 _LARGEST_OPTION = 1_000_000
 """Largest whole number that an option of a method or a wrapper may have: they count rounds, ranks or segments."""
-_FEWEST_STEPS = {32: 2**16, 64: 2**40}
+_MIN_STEPS = {32: 2**16, 64: 2**40}
 """Fewest steps between 0 and ``clip`` to which a node lets its change be rounded in a secure sum, by bits. With 2^16
 steps, a change of a hundredth of that norm with 100,000 entries has about two steps an entry; 64 bits leave more."""
-_MODULE, _MOST_NAMES = re.compile(r"[\w.-]{1,256}"), 1000
+_MODULE, _MAX_NAMES = re.compile(r"[\w.-]{1,256}"), 1000
 """What a server may name modules by, and how many names it may give."""
 _SAME = 1e-9
 """Relative difference up to which two computations of a number agree: a cosine may differ between machines."""
@@ -97,10 +97,8 @@ def _require_names(config: RunConfig) -> None:
     for field in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
         value = getattr(config.model, field)
         names: list[str] = [value] if isinstance(value, str) else value or []
-        if len(names) > _MOST_NAMES or not all(_MODULE.fullmatch(name) for name in names):
-            expected = (
-                f"at most {_MOST_NAMES} names of modules in letters, digits, '_', '-' and '.': no regex on a node"
-            )
+        if len(names) > _MAX_NAMES or not all(_MODULE.fullmatch(name) for name in names):
+            expected = f"at most {_MAX_NAMES} names of modules in letters, digits, '_', '-' and '.': no regex on a node"
             raise FedspanError("message.model", field, expected)
 
 
@@ -302,8 +300,8 @@ class OrderTerms:
         federation, privacy = self.config.federation, self.config.privacy
         assert federation.secure is not None
         secure, clients = federation.secure, agreement.clients
-        if clients > MOST_SECURE_CLIENTS:
-            raise FedspanError("message.agreement.clients", clients, f"at most {MOST_SECURE_CLIENTS}")
+        if clients > MAX_SECURE_CLIENTS:
+            raise FedspanError("message.agreement.clients", clients, f"at most {MAX_SECURE_CLIENTS}")
         clip = secure.clip
         if agreement.task == "statistics":
             clip = STATISTICS_CLIP
@@ -316,7 +314,7 @@ class OrderTerms:
         self.require_rate(agreement.lr, agreement.round)
         share = compute_share(self.get_weight(agreement.task), agreement.top)
         steps = share * Ring(agreement.bits, agreement.clip, clients).levels
-        if steps < (fewest := _FEWEST_STEPS[agreement.bits]):
+        if steps < (fewest := _MIN_STEPS[agreement.bits]):
             problem = (
                 f"with {clients} clients and weights up to {agreement.top:g}, this node's change would be rounded to "
                 f"{steps:.3g} steps between 0 and federation.secure.clip, and it needs {fewest}"

@@ -481,7 +481,7 @@ def test_a_client_may_ask_for_more_company(built: Prepared, tmp_path: Path) -> N
 def test_more_clients_than_a_sum_may_have_are_refused_before_anything_is_sent(
     built: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedspan.federation.aggregation.secure.MOST_SECURE_CLIENTS", 3)
+    monkeypatch.setattr("fedspan.federation.aggregation.secure.MAX_SECURE_CLIENTS", 3)
     federation, stage = secure_rounds.secured(built, tmp_path)
     with pytest.raises(FedspanError, match=r"at most 3 clients, .* \(federation\.clients_per_round\)"):
         federation.run_round(federation.begin())

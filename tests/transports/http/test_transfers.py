@@ -39,7 +39,7 @@ from helpers.slow_link import SlowLink
 
 SIZE, RATE, CUT_AFTER = 1_500_000, 1_500_000, 0.4
 """Bytes of a message, and bytes per second of the link: it is cut about every fourth of a message."""
-MOST = 1.1
+MAX_RATIO = 1.1
 """Maximum of the bytes on the link over the size of a message."""
 UPLOAD = "a" * 32
 
@@ -67,11 +67,11 @@ def test_an_order_and_its_reply_over_a_link_that_breaks_are_sent_once(server: Lo
         order = node.take_order()
         assert UnsignedSigner().open_order(order[2], node.node).envelope == Envelope("{}", body)
         assert link.cuts >= 2
-        assert link.received < MOST * SIZE
+        assert link.received < MAX_RATIO * SIZE
         cuts = link.cuts
         node.send_reply(id, message, UPLOAD)
         assert link.cuts >= cuts + 2
-        assert link.up < MOST * SIZE
+        assert link.up < MAX_RATIO * SIZE
         (taken,) = run.take_replies([id])
         assert taken.read() == message
 
@@ -99,7 +99,7 @@ def test_transfers_are_continued_over_another_connection(server: LocalServer, mo
                     node.send_reply(id, message, UPLOAD, is_continued=True)
                     arrived = True
             assert attempts > 1
-            assert max(link.up, link.received) < MOST * SIZE
+            assert max(link.up, link.received) < MAX_RATIO * SIZE
             (taken,) = run.take_replies([id])
             assert taken.read() == message
 

@@ -41,7 +41,7 @@ from fedspan.federation.secagg.messages import (
     unflatten_change,
 )
 from fedspan.federation.secagg.session import SecureSession
-from fedspan.federation.settings import FEWEST_SECURE_CLIENTS, MOST_SECURE_CLIENTS, SecureSettings
+from fedspan.federation.settings import MAX_SECURE_CLIENTS, MIN_SECURE_CLIENTS, SecureSettings
 from fedspan.federation.validation import compute_origin, require_requested
 
 _VECTOR_HEADER = 1024
@@ -59,17 +59,17 @@ class SecureAggregation:
     """
 
     def __init__(self, context: RoundContext, tally: Tally, *, secure: SecureSettings) -> None:
-        if len(context.ids) < FEWEST_SECURE_CLIENTS:
-            expected = f"at least {FEWEST_SECURE_CLIENTS} clients a round, so that no client is alone in a sum"
+        if len(context.ids) < MIN_SECURE_CLIENTS:
+            expected = f"at least {MIN_SECURE_CLIENTS} clients a round, so that no client is alone in a sum"
             raise FedspanError("federation.secure", len(context.ids), expected)
-        if len(context.ids) > MOST_SECURE_CLIENTS:
+        if len(context.ids) > MAX_SECURE_CLIENTS:
             remedy = "model.head_init: random" if context.task == "statistics" else "federation.clients_per_round"
-            expected = f"at most {MOST_SECURE_CLIENTS} clients, because each masks with all others ({remedy})"
+            expected = f"at most {MAX_SECURE_CLIENTS} clients, because each masks with all others ({remedy})"
             raise FedspanError("federation.secure", len(context.ids), expected)
         self.context, self.tally, self.secure = context, tally, secure
         self._fewest = len(context.ids)
         if context.task != "second":
-            self._fewest = max(FEWEST_SECURE_CLIENTS, context.rules.compute_quorum(len(context.ids)))
+            self._fewest = max(MIN_SECURE_CLIENTS, context.rules.compute_quorum(len(context.ids)))
         self.quorum = self._fewest
         self.replies: dict[str, Reply] = {}
         self.clipped: Mapping[str, float] = {}  # by the clients themselves, which the server cannot see
