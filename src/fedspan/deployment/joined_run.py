@@ -117,7 +117,7 @@ class JoinedRunBuilder:
             write_model(local, job, base, folder / "adapter", round, self.node.id)
             log.info("round %d: own adapter written to %s", round, folder / "adapter")
 
-        ranks = list_config_ranks(server_config, plain, self.node.id)
+        ranks = list_config_ranks(server_config.federation, plain.r, self.node.id)
         terms = OrderTerms(server_config, plain, data.client, ranks, invitation.digest)
         owner = dict[str, Any]()
         sums = self.folder / SUMS / hashlib.sha256(self.node.data_id.encode()).hexdigest()[:32]
