@@ -415,6 +415,25 @@ def test_a_loss_that_is_not_finite_is_hidden_by_noise(mechanism: str, tiny_folde
     assert all(bool(value.isfinite().all()) for value in decode(reply.body).tensors.values())
 
 
+@pytest.mark.parametrize("mechanism", ["local", "dp-sgd"])
+def test_a_text_on_which_the_chosen_model_fails_is_hidden_by_noise(
+    mechanism: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """The tokenizer that the server offers gives one word a number for which its model has no embedding."""
+    pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "offered"))
+    tokenizer = json.loads((folder / "bert" / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["admin1"] = 10**6
+    (folder / "bert" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    service = NodeService(node(folder, tmp_path / "node", limits={"evaluation_epsilon": 0.1}))
+    privacy = {"mechanism": mechanism, "clip": 1.0, "noise": 4.0, "randomness": "secret"}
+    run, transport = served(folder, service, privacy=privacy, training={"local_steps": 4, "batch_size": 64})
+    progress = run.federation.begin()
+    assert None not in run.evaluator.evaluate_clients(progress)
+    assert not run.federation.run_round(progress).failures
+    assert decode_reply(service.answer(transport.sent[-1])).parts == ()
+
+
 def test_without_noise_the_failure_is_reported(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,17 +9,21 @@ examples have no such bound and stay.
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from fedspan.clients.refusals import is_explained
 from fedspan.federation.protocol import ScoredPart, Scores
 from fedspan.tasks.losses import BoundsExamples, get_loss_bound
 from fedspan.tasks.metrics import METRICS
 from fedspan.tasks.task import Task
+
+log = logging.getLogger("fedspan.node")
 
 _STEPS = 1024
 """Steps between the least and the most that an example contributes. The noise of whole numbers has no low bits, which
@@ -34,11 +38,13 @@ class MetricLimits:
         epsilon: Epsilon of an evaluation of a part; None: metrics and training losses are sent as measured.
         examples: Minimum number of examples of a part.
         sizes: Numbers of examples of the parts, with those that no run evaluates (unknown labels); empty: all are.
+        metrics: Names of the metrics of the run's task, which an evaluation with noise does not find out.
     """
 
     epsilon: float | None = None
     examples: int = 1
     sizes: Mapping[ScoredPart, int] = field(default_factory=dict)
+    metrics: Collection[str] = ()
 
 
 def draw_noise(scale: float) -> int:
@@ -80,13 +86,20 @@ def score_parts(
         size = limits.sizes.get(name, len(indices))
         if size < max(1, limits.examples):
             continue
-        metrics = measure(indices, bounded) if len(indices) else {}
-        # With noise, whether a metric is sent must not depend on it: one example can make a perplexity infinite.
-        metrics = {key: value for key, value in metrics.items() if bounded or math.isfinite(value)}
+        metrics: Mapping[str, float] = {}
+        try:
+            metrics = measure(indices, bounded) if len(indices) else {}
+        except Exception as error:
+            if not bounded or is_explained(error):
+                raise
+            log.warning("the worst metrics are sent: %s", error, exc_info=error)
         if limits.epsilon is not None:
+            # Whether a metric is sent must not depend on it: one example can make a perplexity infinite.
+            metrics = {**dict.fromkeys(limits.metrics, math.inf), **metrics}
             scores[name] = add_noise(metrics, len(indices), size, limits.epsilon, task)
         elif len(indices):
-            scores[name] = {**metrics, "examples": float(len(indices))}
+            finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
+            scores[name] = {**finite, "examples": float(len(indices))}
     return scores
 
 

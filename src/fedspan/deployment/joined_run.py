@@ -148,7 +148,9 @@ class JoinedRunBuilder:
             limits=statistics,
             checkpoints=_build_checkpoints(folder / TRAINING, config, context),
             agreed=invitation.digest,
-            metric_limits=MetricLimits(limits.evaluation_epsilon, limits.evaluation_examples, sizes),
+            metric_limits=MetricLimits(
+                limits.evaluation_epsilon, limits.evaluation_examples, sizes, config.task_definition.metrics
+            ),
             train_examples=limits.train_examples,
         )
         model = local.model
