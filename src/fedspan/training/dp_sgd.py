@@ -30,7 +30,6 @@ from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.accounting import Mechanism, calibrate_noise, require_opacus
-from fedspan.training.batching import split_alike
 from fedspan.training.jobs import Assignment, Privacy, TrainingSettings
 from fedspan.training.services import TrainingServices, draw_dropout_mask
 
@@ -157,7 +156,7 @@ class PrivateTraining:
     def _split_passes(self, examples: Examples, sample: np.ndarray) -> list[np.ndarray]:
         """Split a step's sample into passes; an empty sample has one."""
         trainer, size = self.trainer, self.trainer.settings.batch_size
-        parts = split_alike(trainer.task, examples, sample) if trainer.splits_alike and len(sample) else [sample]
+        parts = trainer.alike.split(examples, sample) if trainer.splits_alike and len(sample) else [sample]
         return [part[start : start + size] for part in parts for start in range(0, max(1, len(part)), size)]
 
     def _compute_gradients(self, step: _Step, indices: np.ndarray) -> tuple[Tensor, dict[str, Tensor]]:
