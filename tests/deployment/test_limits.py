@@ -286,18 +286,20 @@ def test_a_server_s_pattern_is_refused_before_it_is_matched(
 
 
 @pytest.mark.parametrize(
-    ("training", "reason"),
+    ("training", "method", "reason"),
     [
-        ({"batch_size": 1, "local_steps": 1}, "`limits.min_batch`: the run's steps are of 1 examples"),
-        ({"batch_size": 1, "local_steps": 100}, "`limits.min_batch`: the run's steps are of 1 examples"),
-        ({"batch_size": 8, "local_steps": 1}, "`limits.train_examples`: the run's replies are of 8 examples"),
+        ({"batch_size": 1, "local_steps": 1}, {}, "`limits.min_batch`: the run's steps are of 1 examples"),
+        ({"batch_size": 1, "local_steps": 100}, {}, "`limits.min_batch`: the run's steps are of 1 examples"),
+        ({"batch_size": 8, "local_steps": 1}, {}, "`limits.train_examples`: the run's replies are of 8 examples"),
+        ({"batch_size": 8}, {"name": "fedgalore", "steps": 1}, "the run's replies are of 8 examples"),
     ],
 )
 def test_a_reply_is_no_single_example_s_gradient(
-    training: dict[str, int], reason: str, tiny_folder: Path, tmp_path: Path
+    training: dict[str, int], method: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     service = NodeService(node(tiny_folder, tmp_path, limits=SIZES))
-    assert reason in (introduced(service, values(tiny_folder, training=training)).refused or "")
+    config = values(tiny_folder, training=training, **({"method": method} if method else {}))
+    assert reason in (introduced(service, config).refused or "")
 
 
 @pytest.mark.parametrize(

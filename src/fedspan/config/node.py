@@ -70,7 +70,7 @@ class NodeLimits(Section):
     local_steps times batch_size times gradient_accumulation_steps. A change after one step of one example is that
     example's gradient."""
     min_batch: int = Field(default=8, ge=1)
-    """Minimum number of examples of a training step: batch_size times gradient_accumulation_steps."""
+    """Minimum number of examples of a training step but an epoch's last: batch_size * gradient_accumulation_steps."""
     steps: int = Field(default=20_000, ge=1)
     """Maximum number of forward and backward passes of an order: local_steps, or local_epochs over this node's batches
     (of the rounded number of examples), times gradient_accumulation_steps, and the epochs that the method adds."""

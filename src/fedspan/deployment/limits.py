@@ -81,8 +81,8 @@ def _require_model(node: NodeConfig, invitation: Invitation, config: RunConfig) 
     name, revision, adapter = requested.get("name", config.model.name), config.model.revision, requested.get("adapter")
     patterns = ["builtin:*"] if limits.models is None else limits.models
     full_name = name if revision is None else f"{name}@{revision}"
-    is_allowed = ".." not in full_name and any(fnmatchcase(full_name, pattern) for pattern in patterns)
-    if name not in node.models and not is_allowed:
+    fits = ".." not in full_name and any(fnmatchcase(full_name, pattern) for pattern in patterns)
+    if name not in node.models and not fits:
         raise _build_forbidden_error("limits.models", full_name, [*patterns, *node.models])
     if adapter is not None and adapter not in node.models:
         raise _build_forbidden_error("limits.models", adapter, list(node.models), "the adapter ")
@@ -108,12 +108,12 @@ def _require_names(config: RunConfig) -> None:
 
 def _require_examples_per_reply(limits: NodeLimits, config: RunConfig) -> None:
     """Check that a step and a reply are made of enough examples, so that no change is that of a single one."""
-    training = config.training
-    batch = training.batch_size * training.gradient_accumulation_steps
+    training, options = config.training, validate_method_options(config.method.name, config.method.options)
+    batch, steps = training.batch_size * training.gradient_accumulation_steps, options.get("steps")
     if batch < limits.min_batch:
         problem = f"the run's steps are of {batch} examples, and this node requires {limits.min_batch}"
         raise FedspanError("limits.min_batch", limits.min_batch, problem=problem)
-    if training.local_steps is not None and (total := training.local_steps * batch) < limits.train_examples:
+    if (steps := steps or training.local_steps) is not None and (total := steps * batch) < limits.train_examples:
         problem = f"the run's replies are of {total} examples, and this node requires {limits.train_examples}"
         raise FedspanError("limits.train_examples", limits.train_examples, problem=problem)
 
@@ -219,10 +219,7 @@ def require_workload(
 
 
 def _bound_count(count: int) -> int:
-    """Return the largest number that is rounded as a count of examples, or of a trainer's batches, is.
-
-    A server that varies epochs and batches would find the exact count from which of its runs are refused.
-    """
+    """Return the largest number that is rounded like a count, which refusals for several epochs would tell a server."""
     return round_count(count) + 10 ** max(0, len(str(count)) - 2) - 1
 
 
