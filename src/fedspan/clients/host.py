@@ -20,7 +20,7 @@ import torch
 from fedspan.clients.job_checkpoints import JobCheckpoints
 from fedspan.clients.metric_noise import MetricLimits, score_parts
 from fedspan.clients.open_training import OpenTraining, normalize
-from fedspan.clients.refusals import is_explained, refuse
+from fedspan.clients.refusals import refuse
 from fedspan.clients.second_exchange import FirstExchange, build_second_reply
 from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics, parse_statistics_order
 from fedspan.clients.store import ClientStore, compute_state_digest
@@ -45,7 +45,7 @@ from fedspan.models.head import find_output_layer
 from fedspan.tasks.task import Examples
 from fedspan.training.accounting import Charge
 from fedspan.training.engine import Engine
-from fedspan.training.jobs import Assignment, build_not_finite_error
+from fedspan.training.jobs import Assignment, build_not_finite_error, is_explained
 
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
@@ -425,7 +425,13 @@ class Host:
         job, _ = self._start_job(order, self._decode_message(order))
 
         def measure(indices: np.ndarray, bounded: bool) -> dict[str, float]:
-            return self.engine.evaluate(order.to, job, self.examples, indices, self.batch_size, bounded=bounded)
+            try:
+                return self.engine.evaluate(order.to, job, self.examples, indices, self.batch_size, bounded=bounded)
+            except Exception as error:
+                if not bounded or is_explained(error):
+                    raise
+                log.warning("the worst metrics are sent: %s", error, exc_info=error)
+                return {}
 
         parts: Mapping[ScoredPart, np.ndarray] = {"validation": data.validation, "test": data.test}
         scores = score_parts(parts, measure, self.metric_limits, self.engine.task)

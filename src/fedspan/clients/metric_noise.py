@@ -9,7 +9,6 @@ examples have no such bound and stay.
 
 from __future__ import annotations
 
-import logging
 import math
 import secrets
 from collections.abc import Callable, Collection, Mapping
@@ -17,13 +16,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fedspan.clients.refusals import is_explained
 from fedspan.federation.protocol import ScoredPart, Scores
 from fedspan.tasks.losses import BoundsExamples, get_loss_bound
 from fedspan.tasks.metrics import METRICS
 from fedspan.tasks.task import Task
-
-log = logging.getLogger("fedspan.node")
 
 _STEPS = 1024
 """Steps between the least and the most that an example contributes. The noise of whole numbers has no low bits, which
@@ -86,13 +82,7 @@ def score_parts(
         size = limits.sizes.get(name, len(indices))
         if size < max(1, limits.examples):
             continue
-        metrics: Mapping[str, float] = {}
-        try:
-            metrics = measure(indices, bounded) if len(indices) else {}
-        except Exception as error:
-            if not bounded or is_explained(error):
-                raise
-            log.warning("the worst metrics are sent: %s", error, exc_info=error)
+        metrics = measure(indices, bounded) if len(indices) else {}
         if limits.epsilon is not None:
             # Whether a metric is sent must not depend on it: one example can make a perplexity infinite.
             metrics = {**dict.fromkeys(limits.metrics, math.inf), **metrics}

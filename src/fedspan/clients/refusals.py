@@ -12,7 +12,6 @@ from fedspan.clients.store import LostStateError
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope, Order, Reply
 from fedspan.federation.secagg.messages import Phase, refuse_phase
-from fedspan.training.jobs import NotFiniteError
 
 _SERVER_FIELDS = frozenset(
     {"client memory", "export", "federation", "limits", "message", "method", "node", "reply", "run", "serial"}
@@ -39,11 +38,6 @@ def refuse_any(order: Order | Phase, error: Exception) -> Envelope:
     if isinstance(order, Order):
         return refuse(order, error).to_envelope()
     return refuse_phase(order, describe_error(error)).to_envelope()
-
-
-def is_explained(error: Exception) -> bool:
-    """Check whether an error is of the run's config or the client's machine; any other may tell of an example."""
-    return isinstance(error, FedspanError) and not isinstance(error, NotFiniteError)
 
 
 def describe_error(error: Exception) -> str:

@@ -96,9 +96,6 @@ def split_evaluation_batches(indices: np.ndarray, lengths: np.ndarray, batch_siz
     return [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
 
 
-_Shapes = tuple[torch.Size, ...]
-
-
 class AlikeGroups:
     """Groups of examples that need no padding and no mask to share a pass; each example is collated alone once.
 
@@ -108,14 +105,15 @@ class AlikeGroups:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._shapes: dict[int, tuple[Examples, dict[int, _Shapes]]] = {}  # a held data set keeps its id
+        # a held data set keeps its id
+        self._shapes: dict[int, tuple[Examples, dict[int, tuple[torch.Size, ...]]]] = {}
 
     def split(self, examples: Examples, indices: np.ndarray) -> list[np.ndarray]:
         """Split indices into groups."""
         if getattr(self._task, "packing", False):
             return [indices[[position]] for position in range(len(indices))]
         _, known = self._shapes.setdefault(id(examples), (examples, {}))
-        groups: dict[_Shapes, list[int]] = {}
+        groups: dict[tuple[torch.Size, ...], list[int]] = {}
         for index in indices.tolist():
             if index not in known:
                 batch = self._task.collate(examples, [index], torch.device("cpu"))
