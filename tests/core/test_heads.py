@@ -1,3 +1,4 @@
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor
 from fedspan.core.heads import (
     HeadKind,
     HeadStatistics,
-    compute_oas_shrinkage,
+    choose_ridge,
     compute_statistics_shapes,
     fit_cosine_discriminant,
     fit_least_squares,
@@ -69,11 +70,17 @@ def test_the_mean_of_clients_statistics_is_that_of_all_examples(kind: HeadKind, 
     torch.testing.assert_close(other.bias, one.bias, rtol=1e-4, atol=1e-3)
 
 
+def to_ridge(features: Tensor, labels: Tensor, shrinkage: float) -> float:
+    """The ridge as large as a covariance that scikit-learn shrinks towards its mean variance."""
+    within = features.double() - torch.stack([features[labels == label].double().mean(0) for label in labels])
+    return shrinkage / (1 - shrinkage) * float(within.square().mean()) if shrinkage < 1 else math.inf
+
+
 @pytest.mark.parametrize("shrinkage", [0.2, 1.0])
 def test_the_heads_directions_are_those_of_lda_and_of_one_length(shrinkage: float) -> None:
     features, labels = examples(61)
     statistics = summarize_features(features, labels, CLASSES, "lda")
-    ours = fit_cosine_discriminant(statistics, len(labels), shrinkage).weight.double()
+    ours = fit_cosine_discriminant(statistics, len(labels), to_ridge(features, labels, shrinkage)).weight.double()
     theirs = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=shrinkage)
     theirs.fit(features.double().numpy(), labels.numpy())
     lda = torch.from_numpy(theirs.coef_).double()
@@ -96,7 +103,8 @@ def test_a_head_s_length_is_that_of_its_formula_in_any_unit(shrinkage: float, ap
     noise = features - torch.stack([features[labels == label].mean(0) for label in labels])
     means = apart * torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     features = unit * (means[labels] + noise)
-    head = fit_cosine_discriminant(summarize_features(features, labels, CLASSES, "lda"), 61, shrinkage)
+    ridge = to_ridge(features, labels, shrinkage)
+    head = fit_cosine_discriminant(summarize_features(features, labels, CLASSES, "lda"), 61, ridge)
 
     W, identity = unit**2 * noise.T @ noise / 61, torch.eye(FEATURES, dtype=torch.float64)
     round = W.trace() / FEATURES * identity
@@ -118,7 +126,7 @@ def test_a_head_s_length_is_that_of_its_formula_in_any_unit(shrinkage: float, ap
 def test_class_means_need_no_products() -> None:
     features, labels = examples()
     lean, full = (summarize_features(features, labels, CLASSES, kind) for kind in ("class-means", "lda"))
-    one, other = solve_head("class-means", lean, 60), fit_cosine_discriminant(full, 60, 1.0)
+    one, other = solve_head("class-means", lean, 60), fit_cosine_discriminant(full, 60, math.inf)
     assert torch.equal(one.weight, other.weight)
     assert torch.equal(one.bias, other.bias)
 
@@ -138,7 +146,7 @@ def test_a_head_separates_what_the_features_separate_and_is_unsure_of_the_rest()
         assert blind.weight.any(dim=1).all()  # else no gradient would reach the adapters
 
 
-@pytest.mark.parametrize(("features", "count", "apart"), [(300, 600, 0.08), (300, 600, 0.12), (40, 400, 0.2)])
+@pytest.mark.parametrize(("features", "count", "apart"), [(300, 600, 0.05), (300, 600, 0.08), (40, 400, 0.2)])
 def test_the_scale_suits_examples_that_the_covariance_was_not_estimated_from(
     features: int, count: int, apart: float
 ) -> None:
@@ -187,7 +195,7 @@ def test_a_few_examples_give_finite_heads(count: int) -> None:
         assert count >= CLASSES or float(head.bias[-1]) == pytest.approx(-np.log(2 * count))
     regression = solve_head("least-squares", summarize_features(features, features[:, 0], 1, "least-squares"), count)
     assert torch.isfinite(regression.weight).all()
-    features, labels = examples(10)  # without shrinkage as many directions as degrees of freedom: corrected up to 100
+    features, labels = examples(10)  # without a ridge as many directions as degrees of freedom: corrected up to 100
     assert fit_cosine_discriminant(summarize_features(features, labels, CLASSES, "lda"), 10, 0.0).weight.norm() > 10
 
 
@@ -222,20 +230,27 @@ def test_labels_that_nothing_explains_start_near_their_shares(power: int) -> Non
     assert float(loss) < 0.75  # 0.61 with the shares alone
 
 
-@pytest.mark.parametrize("shrinkage", [0.05, 0.5, None])
-def test_least_squares_are_a_ridge_regression(shrinkage: float | None) -> None:
-    features, _ = examples()
-    answers = features @ torch.linspace(-1, 1, FEATURES) + 4.0
-    head = fit_least_squares(summarize_features(features, answers, 1, "least-squares"), 60, shrinkage)
-    double = features.double().numpy()
-    covariance = np.cov(double.T, bias=True)
-    variance = float(covariance.trace()) / FEATURES
-    shrinkage = shrinkage or compute_oas_shrinkage(torch.from_numpy(covariance), 60 - 1)
-    theirs = Ridge(alpha=60 * variance * shrinkage / (1 - shrinkage)).fit(double, answers.double().numpy())
-    # (1 - a) F in place of F: the same directions, of another length
-    np.testing.assert_allclose(head.weight.numpy()[0] * (1 - shrinkage), theirs.coef_, rtol=1e-4, atol=1e-5)
-    fitted = features @ head.weight.T + head.bias
-    assert float(fitted.mean()) == pytest.approx(float(answers.mean()), rel=1e-5)
+@pytest.mark.parametrize("count", [8, 20, 60, 400])
+def test_least_squares_are_the_ridge_regression_that_predicts_each_example_best(count: int) -> None:
+    """By generalized cross-validation from the matrix that fits the answers, for each of the ridges."""
+    rng = torch.Generator().manual_seed(count)
+    features, _ = examples(count)
+    answers = features @ torch.linspace(-1, 1, FEATURES) + 4.0 + 3 * torch.randn(count, generator=rng)
+    head = fit_least_squares(summarize_features(features, answers, 1, "least-squares"), count)
+    double, y = features.double().numpy(), answers.double().numpy()
+    scale = count * float(np.cov(double.T, bias=True).trace()) / FEATURES
+    centered = double - double.mean(0)
+    hats = {
+        ridge: centered @ np.linalg.solve(centered.T @ centered + ridge * np.eye(FEATURES), centered.T)
+        for ridge in scale * np.logspace(-5, 3, 81)
+    }
+    scores = {
+        ridge: np.square(y - y.mean() - hat @ (y - y.mean())).mean() / (1 - (1 + hat.trace()) / count) ** 2
+        for ridge, hat in hats.items()
+    }
+    theirs = Ridge(alpha=min(scores, key=lambda ridge: scores[ridge])).fit(double, y)
+    np.testing.assert_allclose(head.weight.numpy()[0], theirs.coef_, rtol=1e-4, atol=1e-5)
+    assert float((features @ head.weight.T + head.bias).mean()) == pytest.approx(y.mean(), rel=1e-5)
 
 
 def test_without_a_bias_outputs_at_the_mean_are_those_with_one() -> None:
@@ -247,12 +262,24 @@ def test_without_a_bias_outputs_at_the_mean_are_those_with_one() -> None:
     assert not without.bias.any()
 
 
-def test_oas_shrinks_less_with_more_examples_and_wholly_without_structure() -> None:
-    covariance = torch.diag(torch.tensor([4.0, 1.0, 0.25], dtype=torch.float64))
-    few, many = compute_oas_shrinkage(covariance, 5), compute_oas_shrinkage(covariance, 500)
-    assert 0 < many < few < 1
-    for covariance in (torch.eye(3), torch.diag(torch.tensor([1.1, 1.0, 1.0]))):
-        assert compute_oas_shrinkage(covariance.double(), 50) == 1.0
+@pytest.mark.parametrize(("count", "noise"), [(30, 0.1), (80, 10.0), (300, 0.1), (300, 10.0)])
+def test_the_ridge_is_near_the_best_for_other_examples(count: int, noise: float) -> None:
+    rng = torch.Generator().manual_seed(0)
+    features = torch.randn(count + 5000, 40, generator=rng, dtype=torch.float64) * torch.logspace(-1, 1, 40)
+    answers = features @ torch.randn(40, generator=rng, dtype=torch.float64)
+    answers += noise * torch.randn(len(answers), generator=rng, dtype=torch.float64)
+    X, y = (part[:count] - part[:count].mean(0) for part in (features, answers))
+    chosen = choose_ridge(X.T @ X / count, (y @ X / count)[None], y.square().mean(), count)
+
+    def measure(ridge: float) -> float:
+        theirs = Ridge(alpha=count * ridge).fit(features[:count], answers[:count])
+        return float(np.square(theirs.predict(features[count:]) - answers[count:].numpy()).mean())
+
+    unit = float(X.square().mean())
+    assert measure(chosen) < 1.1 * min(measure(unit * factor) for factor in np.logspace(-3, 3, 25))
+    assert (
+        choose_ridge(unit * torch.eye(40).double(), torch.zeros(1, 40).double(), y.square().mean(), count) > 100 * unit
+    )
 
 
 def test_rescaled_statistics_are_those_of_longer_features() -> None:

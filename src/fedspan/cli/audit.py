@@ -24,7 +24,7 @@ def approve(
     job: Annotated[str | None, typer.Argument(metavar="JOB", help="First characters of a job's name.")] = None,
     refuse: Annotated[bool, typer.Option("--refuse", help="Refuse the job, even if it is running.")] = False,
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason, sent to the server.")] = "",
-    settings: Annotated[bool, typer.Option("--settings", help="Show all settings of the jobs.")] = False,
+    settings: Annotated[bool, typer.Option("--settings", help="Show all settings, also of decided jobs.")] = False,
 ) -> None:
     """Show the jobs that servers request from this node, with what would leave it; approve or refuse one."""
     from fedspan.config.node import load_node
@@ -45,6 +45,9 @@ def approve(
     if not requests:
         typer.echo("no server has requested a job yet")
     for request in requests:
+        if request.decision is not None and not settings:
+            typer.echo(f"job {request.job[:16]}  {request.decision}, requested {request.requested_at}")
+            continue
         typer.echo(f"job {request.job[:16]}")
         for name, value in request.summarize(config).items():
             typer.echo(f"  {name:<20}{value}")

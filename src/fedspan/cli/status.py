@@ -118,7 +118,7 @@ def _format_last_seen(node: Node) -> str:
 
     if node.status == "online":
         return f"now, for {format_duration(node.online_seconds)}"
-    return "never" if node.offline_since is None else _format_ago(node.offline_since)
+    return "not since start" if node.offline_since is None else _format_ago(node.offline_since)
 
 
 def _format_ago(moment: float) -> str:

@@ -5,41 +5,41 @@ Legate et al., "Guiding The Last Layer in Federated Learning with Pre-Trained Mo
 exactly that of all examples together, whatever the heterogeneity. Shapes: C outputs, D features; f is an example's
 features, y its label or number, p_c the share of class c and n_c its examples.
 
-Classes. One covariance within all classes, shrunk towards a multiple of the identity; weights along the discriminants
-of LDA, all of one length in the metric of S:
+The ridge r is the one with which ridge regressions of the targets y on f would predict other examples best, by
+generalized cross-validation (Golub, Heath and Wahba, Technometrics 1979). Targets are indicators of the classes or
+labels, or the numbers; with g the mean and F the covariance of f, c_y the covariance of y and f, v_y the variance of y,
 
-    S = (1 - a) W + a tr(W) / D I,   W = E[f f^T] - sum_c p_c mu_c mu_c^T,   m = mean of the class means
+    V(r) = sum_y (v_y - 2 u_y c_y + u_y F u_y) / (1 - (1 + tr((F + r I)^-1 F)) / n)^2,   u_y = (F + r I)^-1 c_y
+
+Classes. One covariance within all classes; weights along the discriminants of LDA, of one length in the metric of S:
+
+    S = W + r I,   W = E[f f^T] - sum_c p_c mu_c mu_c^T,   m = mean of the class means
     d_c = S^-1 (mu_c - m),   v_c^2 = d_c^T (mu_c - m)
     w_c = k d_c / v_c,   b_c = -w_c m + log p_c
 
-``class-means`` is a = 1, where W enters by its trace alone. ``lda`` takes the shrinkage of Chen et al., "Shrinkage
-algorithms for MMSE covariance estimation", IEEE Transactions on Signal Processing 2010 (OAS), which needs tr(W),
-tr(W^2) and the number of examples. The scale k is 20 over the root mean square of |f - m| in the metric of S: outputs
-are 20 times a cosine. It is at most LDA's own, the separation of the classes over the variance of the outputs, so that
-classes that the features do not separate start with outputs near log p_c. Both are estimated for examples that S was
-not fitted to: there W is larger by g in the metric of S, and by g^2 along the discriminants (as in generalized
-cross-validation; q is the number of directions that S was fitted to, n that of examples, less the classes):
+``class-means`` has S = tr(W) / D I, where W enters by its trace alone. The scale k is 20 over the root mean square of
+|f - m| in the metric of S: outputs are 20 times a cosine. It is at most LDA's own, the separation of the classes over
+the variance of the outputs, so that classes that the features do not separate start with outputs near log p_c. Both are
+estimated for examples that S was not fitted to: there W is larger by h in the metric of S, and by h^2 along the
+discriminants (q is the number of directions that S was fitted to, n that of examples, less the classes):
 
-    q = (1 - a) tr(S^-1 W),   g = 1 / (1 - q / n),   s^2 = sum_c p_c max(0, v_c^2 - g tr(S^-1 W) / n_c)
-    k = min(20 / (g tr(S^-1 W) + s^2)^(1/2),   s^2 / v / (g^2 sum_c p_c d_c^T W d_c / v^2)),   v^2 = sum_c p_c v_c^2
+    q = tr(S^-1 W),   h = 1 / (1 - q / n),   s^2 = sum_c p_c max(0, v_c^2 - h tr(S^-1 W) / n_c)
+    k = min(20 / (h tr(S^-1 W) + s^2)^(1/2),   s^2 / v / (h^2 sum_c p_c d_c^T W d_c / v^2)),   v^2 = sum_c p_c v_c^2
 
-s^2 is at least v^2 / 10. Without g, a head on a few hundred examples of a thousand features is several times too sure
+s^2 is at least v^2 / 10. Without h, a head on a few hundred examples of a thousand features is several times too sure
 of itself.
 
-Numbers (least squares), with the mean g and the covariance F of f:
-
-    w = ((1 - a) F + a tr(F) / D I)^-1 (E[y f] - E[y] g),   b = E[y] - w g
+Numbers (least squares): w = (F + r I)^-1 c_y, b = E[y] - w g.
 
 Several labels of an example (``by-label``). Each label c is a class and its absence another: LDA for the two, from
-least squares, where 1 - R_c^2 is the share of the label's variance that these leave unexplained. With g, F and
-S = (1 - a) F + a tr(F) / D I as for numbers, v_c = p_c (1 - p_c), c_c = E[y_c f] - p_c g, u_c = S^-1 c_c and
-R_c^2 = u_c c_c / v_c,
+least squares, where 1 - R_c^2 is the share of the label's variance that these leave unexplained. With S = F + r I,
+v_c = p_c (1 - p_c), c_c = E[y_c f] - p_c g, u_c = S^-1 c_c and R_c^2 = u_c c_c / v_c,
 
-    e_c = h^2 (1 - 2 R_c^2 + u_c F u_c / v_c),   h = 1 / (1 - (1 - a) tr(S^-1 F) / n)
+    e_c = h^2 (1 - 2 R_c^2 + u_c F u_c / v_c),   h = 1 / (1 - tr(S^-1 F) / n)
     w_c = u_c (1 - e_c) / R_c^2 / (v_c e_c),   b_c = log(p_c / (1 - p_c)) - w_c (mu_c + mu_not_c) / 2
 
-where e_c is 1 - R_c^2 for examples that S was not fitted to (generalized cross-validation), here from 1 / 100 to 1, and
-(1 - e_c) / R_c^2 from 1 / 10 to 1. Words with a label each are examples like any others.
+where e_c is 1 - R_c^2 for examples that S was not fitted to, from 1 / 100 to 1, and (1 - e_c) / R_c^2 from 1 / 10 to 1.
+Words with a label each are examples like any others.
 
 Deviations: FedNCM normalizes the means and takes outputs as they are. Without the center m all weights have a large
 part in common, and without k fine-tuning starts from nearly equal probabilities.
@@ -47,6 +47,7 @@ part in common, and without k fine-tuning starts from nearly equal probabilities
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -182,7 +183,7 @@ def solve_head(kind: HeadKind, statistics: HeadStatistics, examples: float, *, b
     elif kind == "by-label":
         head = fit_labels(statistics, examples)
     else:
-        head = fit_cosine_discriminant(statistics, examples, 1.0 if kind == "class-means" else None)
+        head = fit_cosine_discriminant(statistics, examples, math.inf if kind == "class-means" else None)
     if bias:
         return head
     g = statistics.sums[-1] if kind == "by-label" else _compute_mean(statistics)
@@ -190,33 +191,34 @@ def solve_head(kind: HeadKind, statistics: HeadStatistics, examples: float, *, b
     return OutputWeights((head.weight.double() + projection).float(), torch.zeros_like(head.bias))
 
 
-def fit_cosine_discriminant(
-    statistics: HeadStatistics, examples: float, shrinkage: float | None = None
-) -> OutputWeights:
+def fit_cosine_discriminant(statistics: HeadStatistics, examples: float, ridge: float | None = None) -> OutputWeights:
     """Compute a head for classes, with weights along LDA's discriminants and of equal length.
 
     A class without examples has zero weights, and the bias of half an example.
 
     Args:
-        statistics: Pooled statistics; with products if the shrinkage is not 1.
-        shrinkage: Shrinkage a of the covariance; None: ``compute_oas_shrinkage``.
+        statistics: Pooled statistics; with products if the ridge is not infinite.
+        ridge: Ridge r of the covariance, in the features' squared unit; None: ``choose_ridge``.
     """
     present, means = _compute_class_means(statistics)
     m, free = means[present].mean(0), examples - int(present.sum())
     centered = torch.where(present[:, None], means - m, 0.0)
     trace = (statistics.square.squeeze() - (statistics.shares * means.square().sum(1)).sum()).clamp(min=0)
     spread = (statistics.square.squeeze() - 2 * _compute_mean(statistics) @ m + m @ m).clamp(min=0)
-    if shrinkage == 1.0 or free <= 0:
+    if ridge == math.inf or free <= 0:
         variance = (trace if free > 0 and trace > 1e-9 * spread else spread).clamp(min=_TINY) / len(m)
         d, noise, fitted = centered / variance, trace / variance, torch.zeros_like(trace)
         along = (statistics.shares @ d.square().sum(1)) * variance
     else:
-        W = _compute_within_covariance(statistics)
-        a = compute_oas_shrinkage(W, free) if shrinkage is None else shrinkage
-        S = _shrink_covariance(W, a)
+        if ridge is None:
+            p = statistics.shares
+            F, cross = _compute_covariances(statistics, _compute_mean(statistics), statistics.sums, p)
+            ridge = choose_ridge(F, cross, (p * (1 - p)).sum(), examples)
+        assert statistics.products is not None
+        W = statistics.products - statistics.sums.T @ means  # the covariance within classes
+        S = _add_ridge(W, ridge)
         d = torch.linalg.solve(S, centered.T).T
-        noise = torch.linalg.solve(S, W).trace()
-        fitted = (1 - a) * noise
+        noise = fitted = torch.linalg.solve(S, W).trace()
         along = statistics.shares @ ((d @ W) * d).sum(1)
     v = (d * centered).sum(1).clamp(min=0).sqrt()
     k = _scale(statistics.shares * examples, v, noise, along, fitted) if free > 0 else SCALE / len(m) ** 0.5
@@ -245,20 +247,14 @@ def _scale(counts: Tensor, v: Tensor, noise: Tensor, along: Tensor, fitted: Tens
     return torch.minimum(SCALE / (noise + signal).clamp(min=_TINY).sqrt(), signal / length.sqrt() / variance)
 
 
-def fit_least_squares(statistics: HeadStatistics, examples: float, shrinkage: float | None = None) -> OutputWeights:
-    """Compute the head that minimizes the squared error, with its ridge relative to the features' variance.
-
-    Args:
-        shrinkage: Shrinkage a of the covariance; None: ``compute_oas_shrinkage``.
-    """
-    assert statistics.products is not None
+def fit_least_squares(statistics: HeadStatistics, examples: float) -> OutputWeights:
+    """Compute the ridge regression of numbers."""
     assert statistics.targets is not None
-    g, y = _compute_mean(statistics), statistics.targets[-2]
-    covariance = statistics.products - torch.outer(g, g)
-    S = _shrink_covariance(
-        covariance, compute_oas_shrinkage(covariance, examples - 1) if shrinkage is None else shrinkage
-    )
-    weight = torch.linalg.solve(S, statistics.targets[:-2] - y * g)[None]
+    *sums, y, square = statistics.targets
+    g = _compute_mean(statistics)
+    covariance, cross = _compute_covariances(statistics, g, torch.stack(sums)[None], y[None])
+    S = _add_ridge(covariance, choose_ridge(covariance, cross, square - y**2, examples))
+    weight = torch.linalg.solve(S, cross.T).T
     return _to_weights(weight, y - weight @ g)
 
 
@@ -267,15 +263,13 @@ def fit_labels(statistics: HeadStatistics, examples: float) -> OutputWeights:
 
     A label that all examples have or none has zero weights, and the bias of half an example.
     """
-    assert statistics.products is not None
     g, half = statistics.sums[-1], 0.5 / max(1.0, examples)
-    covariance = statistics.products - torch.outer(g, g)
-    a = compute_oas_shrinkage(covariance, examples - 1)
-    S = _shrink_covariance(covariance, a)
+    covariance, cross = _compute_covariances(statistics, g, statistics.sums[:-1], statistics.shares[:-1])
     p = statistics.shares[:-1].clamp(half, 1 - half)
-    v, cross = p * (1 - p), statistics.sums[:-1] - statistics.shares[:-1, None] * g
+    v = p * (1 - p)
+    S = _add_ridge(covariance, choose_ridge(covariance, cross, v.sum(), examples))
     u = torch.linalg.solve(S, cross.T).T
-    fitted = (1 - a) * torch.linalg.solve(S, covariance).trace()
+    fitted = torch.linalg.solve(S, covariance).trace()
     beyond = 1 / (1 - (fitted / max(1.0, examples - 1)).clamp(max=0.99))
     explained = (u * cross).sum(1) / v
     error = beyond.square() * (1 - 2 * explained + ((u @ covariance) * u).sum(1) / v)
@@ -285,17 +279,27 @@ def fit_labels(statistics: HeadStatistics, examples: float) -> OutputWeights:
     return _to_weights(weight, (p / (1 - p)).log() - (weight * (means[0] + means[1])).sum(1) / 2)
 
 
-def compute_oas_shrinkage(covariance: Tensor, examples: float) -> float:
-    """Compute OAS's shrinkage of an empirical covariance, from 0 to 1.
+def choose_ridge(covariance: Tensor, cross: Tensor, variance: Tensor, examples: float) -> float:
+    """Choose the ridge of regressions on the features by generalized cross-validation.
 
     Args:
-        covariance: Empirical covariance, (D, D).
-        examples: Number of examples, less the means that were estimated from them.
+        covariance: Empirical covariance F of the features, (D, D).
+        cross: Covariance of each target with the features, (targets, D).
+        variance: Sum of the targets' variances.
+
+    Returns:
+        From 1e-5 to 1e3 times the mean variance of a feature.
     """
-    size = len(covariance)
-    mean, square = float(covariance.trace()) / size, float(covariance.square().mean())
-    rest = (max(1.0, examples) + 1) * (square - mean**2 / size)
-    return 1.0 if rest <= 0 else min(1.0, (square + mean**2) / rest)
+    values_D, vectors = torch.linalg.eigh(covariance)
+    values_D = values_D.clamp(min=0)
+    squares_D = (cross @ vectors).square().sum(0)
+    ridges_R = torch.logspace(-5, 3, 81, dtype=torch.float64) * values_D.mean().clamp(min=1e-30)
+    sums_RD = values_D + ridges_R[:, None]
+    errors_R = variance - (squares_D * (values_D + 2 * ridges_R[:, None]) / sums_RD.square()).sum(1)
+    free_R = 1 - (1 + (values_D / sums_RD).sum(1)) / max(1.0, examples)
+    # A fit of nearly all examples leaves errors that are no more than rounding.
+    scores_R = torch.where(free_R > 0.01, errors_R / free_R.square(), math.inf)
+    return float(ridges_R[scores_R.argmin()])
 
 
 def _compute_mean(statistics: HeadStatistics) -> Tensor:
@@ -315,18 +319,16 @@ def _compute_log_shares(statistics: HeadStatistics, present: Tensor, examples: f
     return torch.where(present, statistics.shares, 0.5 / max(1.0, examples)).log()
 
 
-def _compute_within_covariance(statistics: HeadStatistics) -> Tensor:
-    """Return the covariance within classes, (D, D)."""
+def _compute_covariances(statistics: HeadStatistics, g: Tensor, sums: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the covariance of the features, of mean g, and that of targets y with them, from E[y f] and E[y]."""
     assert statistics.products is not None
-    return statistics.products - statistics.sums.T @ _compute_class_means(statistics)[1]
+    return statistics.products - torch.outer(g, g), sums - torch.outer(means, g)
 
 
-def _shrink_covariance(covariance: Tensor, shrinkage: float) -> Tensor:
-    size = len(covariance)
-    mean = covariance.trace() / size
-    identity = torch.eye(size, dtype=covariance.dtype)
+def _add_ridge(covariance: Tensor, ridge: float) -> Tensor:
     # Float32 messages leave an error of about 1e-7 of the largest eigenvalue; the floor is above it.
-    return (1 - shrinkage) * covariance + (shrinkage + 1e-6) * mean.clamp(min=1e-30) * identity
+    least = 1e-6 * covariance.trace() / len(covariance)
+    return covariance + (ridge + least.clamp(min=1e-30)) * torch.eye(len(covariance), dtype=covariance.dtype)
 
 
 def _expand_triangle(triangle: Tensor, features: int) -> Tensor:

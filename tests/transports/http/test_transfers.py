@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import httpx
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
@@ -290,7 +291,10 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 def test_a_server_is_reached_by_a_certificate_of_its_authority_for_its_address(scene: Scene, tmp_path: Path) -> None:
-    assert f"is reached, with a certificate of {scene.link.authority}" in check_server(scene.link)
+    said = f"is reached, with a certificate of {scene.link.authority}; its operator has"
+    assert f"{said} admitted this node's key" in check_server(scene.link)
+    stranger = scene.link._replace(key=ec.generate_private_key(ec.SECP384R1()))
+    assert f"{said} not admitted this node's key" in check_server(stranger)
     make_authority(tmp_path / "other", [])
     with pytest.raises(FedspanError, match="is not signed by the authority in"):
         check_server(scene.link._replace(authority=tmp_path / "other" / "ca.crt"))
