@@ -38,8 +38,18 @@ ANSWERS = {
     "can the server see one hospital's update": "secure-aggregation",
     "clients with different ranks": "faq",
     "replace a lost key": "own-a-node",
+    "how do I add a method": "adding-a-method",
+    "install": "",
+    "how do I use several GPUs": "cluster",
+    "how long will training take": "planning",
+    "which learning rate": "choosing",
+    "malicious clients": "robustness",
+    "approve a run": "own-a-node",
+    "image classification": "images",
+    "named entity recognition": "text-tasks",
+    "custom loss function": "your-task",
 }
-"""Questions, and the page that answers each."""
+"""Questions, and the page that answers each; empty: the first one."""
 WORKER = """
 const vm = require("vm"), fs = require("fs"), [site, worker, ...questions] = process.argv.slice(1);
 const index = JSON.parse(fs.readFileSync(site + "/search/search_index.json"));

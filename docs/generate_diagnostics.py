@@ -7,10 +7,10 @@ from pathlib import Path
 from fedspan.diagnostics.measures import MEASURES
 
 PAGE = Path(__file__).parent / "diagnostics.md"
-INTRO = """# Do my clients agree, and what does averaging lose?
+INTRO = """# Why do clients disagree, and what does the mean lose?
 
-`fedspan diagnose RUN` starts from a checkpoint of a run (`--round last`, `best`, or a number), runs one more round,
-compares the clients' updates with each other and with the server's result, and discards the round:
+`fedspan diagnose RUN` tells you: it starts from a checkpoint of a run (`--round last`, `best`, or a number), runs one
+more round, compares the clients' updates with each other and with the server's result, and discards the round:
 
 ```bash
 fedspan diagnose runs/first
@@ -18,7 +18,7 @@ fedspan diagnose runs/first --round best --pairs 6 --examples 1000 --json > diag
 ```
 
 In Python, `fedspan.diagnose("runs/first")` returns the measures by layer and by pair of clients. It works with every
-method on one machine, and not for deployments, whose data are on the nodes. To measure during a run, set
+method on one machine, and not for deployments, whose data are on the nodes. To measure while you train, set
 `evaluation.diagnostics: 5` for every fifth round; `fedspan report` plots the measures.
 
 An update is the change of a layer's full weight in the round, before compression, clipping and noise. The tables show
@@ -28,7 +28,7 @@ the mean, minimum and maximum over the target layers, and the layer with the wor
 |---|---|---|
 """
 REST = """
-If the aggregation error is large, an exact method may gain. If the client drift is large, try fewer local steps or a
+If your aggregation error is large, an exact method may gain. If the client drift is large, try fewer local steps or a
 lower learning rate.
 
 For some pairs of clients (`--pairs`, default 3), the command also measures the loss on the straight line between the

@@ -82,6 +82,21 @@ def draw_load(rows: Rows) -> Figure:
     return figure
 
 
+def draw_compression(rows: Rows) -> Figure:
+    """Kilobytes of a client's round by method and format, the least above."""
+    figure = Figure(figsize=(6, 6))
+    axes = figure.subplots()
+    formats = [column.partition(":")[0] for column in rows[0] if column.endswith("kB")]
+    totals = {row["method"]: [sum(read_numbers(row[f"{name}: down + up, kB"])) for name in formats] for row in rows}
+    methods = sorted(totals, key=lambda method: -totals[method][0])
+    for place, (name, marker) in enumerate(zip(formats, "os^", strict=True)):
+        axes.semilogx([totals[method][place] for method in methods], methods, marker, label=name)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set(xlabel="kB a client and round, down + up")
+    axes.legend()
+    return figure
+
+
 def draw_defaults(rows: Rows) -> Figure:
     """Differences between the starts, with their intervals."""
     figure = Figure(figsize=(6, 0.5 + 0.35 * len(rows)))
@@ -100,6 +115,7 @@ FIGURES: dict[str, tuple[str, Callable[[Rows], Figure]]] = {
     "speed": ("|  | ms an example |", draw_speed),
     "gpu": ("| shape | batch |", draw_gpu),
     "load": ("| nodes | rounds |", draw_load),
+    "compression": ("| method | float32: down + up, kB |", draw_compression),
     "defaults": ("| data | partition |", draw_defaults),
 }
 """Beginning of the table's header, and function that draws it, by page."""

@@ -29,9 +29,9 @@ CLINICS = {"Genève": 5, "Zürich Süd": 4, "Basel": 3, "Bern": 2, "Chur": 1}
 
 INTRO = """# A first hour
 
-This page goes from a csv file that fedspan has never seen to predictions with plain PEFT and Transformers. Five clinics
-share a booking system. They want a model that sorts patients' messages by concern, trained on the messages of all five
-without moving them.
+In this hour you take a csv file that fedspan has never seen, train on it, and predict with plain PEFT and Transformers.
+Five clinics share a booking system. They want a model that sorts patients' messages by concern, trained on the messages
+of all five without moving them.
 
 The block below each command shows its output ({stamp}). `python docs/generate_first_hour.py` in the
 repository runs the commands and writes this page.
@@ -50,7 +50,7 @@ eleven rows without a concern.
 {inbox}
 ```
 
-The repository makes it from the built-in patients' messages: `python docs/generate_first_hour.py inbox.csv`.
+To follow along, make it from the built-in patients' messages: `python docs/generate_first_hour.py inbox.csv`.
 
 ## A config
 """,
@@ -58,8 +58,8 @@ The repository makes it from the built-in patients' messages: `python docs/gener
     (
         "fedspan init inbox.csv",
         """\
-`init` has detected the encoding, the delimiter, the columns, the column that names each row's clinic, and the rows to
-exclude. It writes a commented config. Read it and correct it where needed:
+`init` detects the encoding, the delimiter, the columns, the column that names each row's clinic, and the rows to
+exclude, and writes a commented config. Read it, and correct what does not fit your data:
 
 ```yaml
 {config}
@@ -71,7 +71,7 @@ exclude. It writes a commented config. Read it and correct it where needed:
     (
         "fedspan plan fedspan.yaml",
         """\
-Nothing has been trained yet. The table shows each client's traffic and memory in a round.
+You have not trained anything yet: the plan tells you what each client will send, receive and hold in memory.
 
 ## The run
 """,
@@ -82,17 +82,17 @@ Nothing has been trained yet. The table shows each client's traffic and memory i
 Six rounds keep this page short. Leave out both `--set`, and the run ends after four rounds without a lower validation
 loss, or after 20.
 
-In a terminal, progress bars show the round, the stage and the time left; elsewhere, as here, long stages print a line
-from time to time. Before the first round, every client sends statistics from which the head starts, and the outputs of
-the layers below the adapters are computed once. The row `start` is the model before training. A terminal shows the best
-rounds in bold.
+In a terminal you see progress bars with the round, the stage and the time left; elsewhere, as here, long stages print a
+line from time to time. Before the first round, every client sends statistics from which the head starts, and computes
+the outputs of the layers below the adapters once. The row `start` is the model before training. A terminal shows the
+best rounds in bold.
 
 The best round is not always the one with the lowest loss: it is the round whose gain in validation loss over the start,
 minus the gain's standard error, is the largest. A later round with a lower loss is not selected if its gains differ
 more between clients. From the best round on, `federation.final_rounds` train on all examples, those of the validation
-parts included: the exported model is the one after them, and so are the scores on the held-out examples.
+parts included. You get the model after them, and the scores on the held-out examples are its scores.
 
-`fedspan run --resume runs/first` resumes an interrupted run.
+If the run is interrupted, continue it with `fedspan run --resume runs/first`.
 
 ## A report
 """,
@@ -100,8 +100,8 @@ parts included: the exported model is the one after them, and so are the scores 
     (
         "fedspan report runs/first --out first.html",
         """\
-`first.html` shows scores by round, clients, traffic and a written verdict, and loads nothing from the network
-([contents](report.md)).
+Open `first.html`: it has scores by round, clients, traffic and a written verdict ([contents](report.md)), and loads
+nothing from the network.
 
 ## The adapter
 """,
@@ -117,7 +117,7 @@ The folder has the adapter in PEFT's format, the head, the tokenizer and a model
 
 ## A prediction without fedspan
 
-The model card has the code that loads this model without fedspan. For one text:
+You no longer need fedspan: the model card has the code that loads this model. For one text:
 """,
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 EVIDENCE = ("claims/", "results/", "published-code.md")
-DETAILS = ("methods/", "architecture", "api/", "adding-a-method.md", "dependencies.md")
+DETAILS = ("methods/", "architecture", "api/", "dependencies.md")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> None:

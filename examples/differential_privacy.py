@@ -1,6 +1,6 @@
 """What differential privacy costs: the same federation without it, and with DP-SGD within a budget.
 
-    pip install 'fedspan[privacy]'
+    pip install -e '.[privacy]'
     python examples/differential_privacy.py --epsilon 8
 
 Two hospitals train a classifier of their patients' messages. Under DP-SGD each clips the gradient of every message and

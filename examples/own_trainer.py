@@ -1,6 +1,6 @@
 """Two offices fine-tune a language model with TRL's SFTTrainer, and federate it in four added lines.
 
-    pip install 'fedspan[trl]'
+    pip install -e '.[trl]'
     python examples/own_trainer.py                     # a Llama of 15 million parameters, from the hub
     python examples/own_trainer.py --model FOLDER      # any decoder of Transformers
     python examples/own_trainer.py --alone north       # the script as it was: one office, without fedspan
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 try:
     from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 except ImportError:
-    raise SystemExit("This example trains with TRL, which is not installed: pip install 'fedspan[trl]'") from None
+    raise SystemExit("This example trains with TRL, which is not installed: pip install -e '.[trl]'") from None
 
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry")
 OFFICES = ("north", "south")

@@ -1,6 +1,6 @@
 """A server and three data owners, each a process of its own, with TLS and keys: docs/deployment.md, step by step.
 
-    pip install 'fedspan[deploy]'
+    pip install -e '.[deploy]'
     python examples/three_machines.py
 
 Every command that the script runs is one that an operator or a data owner types; it prints them all. Here they run on

@@ -19,23 +19,15 @@ from scipy.stats import ttest_rel
 from torch import nn
 
 from evidence.claims import report
-from evidence.claims.rolora_mnist import CLASSES, PIXELS, Classification, Data, load
-from fedspan.core.method import compute_scaling
+from evidence.claims.rolora_mnist import CLASSES, PIXELS, Curve, Data, connect, load, train
 from fedspan.core.tensors import create_generator
-from fedspan.core.values import Client
-from fedspan.errors import FedspanError
 from fedspan.experiments.intervals import compare_pairs
-from fedspan.federation.evaluation import Evaluator
-from fedspan.federation.progress import ClientData
 from fedspan.federation.settings import RoundSettings
-from fedspan.methods.registry import get_method_class
 from fedspan.models.adapted import AdaptedModel
 from fedspan.training.jobs import TrainingSettings
-from fedspan.training.loop import LoopEngine
-from fedspan.transports.in_process import simulate
 
 CLIENTS, WIDTH, RANK, BATCH, VALIDATION_SEED = 10, 128, 8, 32, 100
-MOST_RATES = 5
+MAX_RATES = 5
 GRADIENT = {"adaptive_refreshes": 10**6}
 DEFAULT, NONE = "squared, a seed a round (default)", "no synchronization (FedGaLore-)"
 READINGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -60,35 +52,18 @@ def divide(labels: np.ndarray, seed: int) -> list[np.ndarray]:
     return [np.flatnonzero(owners == client) for client in range(CLIENTS)]
 
 
-def run(data: Data, reading: str, lr: float, seed: int, rounds: int, steps: int) -> dict[str, float]:
-    """Train, and return the accuracy in % on validation and test images; chance if the loss is no longer finite."""
+def run(data: Data, reading: str, lr: float, seed: int, rounds: int, steps: int) -> Curve:
+    """Train, and return the accuracy on validation and test images."""
     layers = OrderedDict(hidden=nn.Linear(PIXELS, WIDTH, bias=False), out=nn.Linear(WIDTH, CLASSES, bias=False))
     with torch.no_grad():
         for name, layer in layers.items():
             bound = layer.in_features**-0.5
             layer.weight.uniform_(-bound, bound, generator=create_generator(seed, "start", name))
     model = nn.Sequential(OrderedDict(hidden=layers["hidden"], relu=nn.ReLU(), out=layers["out"]))
-    adapted = AdaptedModel(model, layers, {})
     training = TrainingSettings(lr=lr, batch_size=BATCH, local_steps=steps, max_grad_norm=0.0, group_by_length=False)
-    name, options = READINGS[reading]
-    method = get_method_class(name)(spec=adapted.spec, seed=seed, r=RANK, lora_alpha=2.0 * RANK, **options)
-    empty, scaling = np.array([], dtype=np.int64), compute_scaling(2.0 * RANK, RANK)
-    clients = [
-        ClientData(Client(f"client-{k}", RANK, scaling, len(rows), weight=float(len(rows))), rows, empty, empty)
-        for k, rows in enumerate(divide(data.train.y.numpy(), seed))
-    ]
-    engine = LoopEngine(adapted, Classification(), training, seed)
-    federation = simulate(method, engine, clients, data.train, RoundSettings(rounds, seed=seed))
-    evaluator, progress = Evaluator(federation, batch_size=2000), federation.begin()
-    scores: dict[str, list[float]] = {"validation": [], "test": []}
-    for number in range(rounds):
-        try:
-            progress = federation.run_round(progress).progress
-        except FedspanError:
-            return dict.fromkeys(scores, 100 / CLASSES)
-        for part, values in scores.items() if number >= rounds - max(1, rounds // 4) else ():
-            values.append(100 * evaluator.evaluate_heldout(progress, getattr(data, part))["global"]["accuracy"])
-    return {part: sum(values) / len(values) for part, values in scores.items()}
+    (name, own), adapted, parts = READINGS[reading], AdaptedModel(model, layers, {}), divide(data.train.y.numpy(), seed)
+    options, settings = {"r": RANK, "lora_alpha": 2.0 * RANK, **own}, RoundSettings(rounds, seed=seed)
+    return train(connect(adapted, data, parts, training, name, options, settings, by_size=True), data)
 
 
 def correct(p_values: Sequence[float]) -> list[float]:
@@ -121,12 +96,13 @@ def main() -> None:
         while True:
             for r in rates:
                 if r not in tried:
-                    tried[r] = run(data, reading, r, VALIDATION_SEED, args.rounds, args.steps)["validation"]
+                    tried[r] = run(data, reading, r, VALIDATION_SEED, args.rounds, args.steps).plateau("validation")
             rate = max(tried, key=lambda rate: tried[rate])
-            if rate not in (rates[0], rates[-1]) or len(rates) >= MOST_RATES:
+            if rate not in (rates[0], rates[-1]) or len(rates) >= MAX_RATES:
                 break
             rates = [rate / 3, *rates] if rate == rates[0] else [*rates, rate * 3]
-        scores[reading] = [run(data, reading, rate, seed, args.rounds, args.steps)["test"] for seed in args.seeds]
+        curves = [run(data, reading, rate, seed, args.rounds, args.steps) for seed in args.seeds]
+        scores[reading] = [curve.plateau("test") for curve in curves]
         mean = sum(scores[reading]) / len(args.seeds)
         rows.append([reading, f"{rate:.2g}", f"{mean:.2f}", ", ".join(f"{tried[r]:.1f} at {r:.2g}" for r in rates)])
         print(*rows[-1], flush=True)

@@ -143,6 +143,11 @@ def check_eigenvalues(size: int, seeds: Sequence[int]) -> list[report.Finding]:
     """Proposition 3.1 and equation (5)."""
     findings: list[report.Finding] = []
     client = CLIENTS[-1]
+
+    def add(text: str, ratios: Sequence[float]) -> None:
+        one = compare_to(ratios, 1.0, TOLERANCE)
+        findings.append(report.Finding(text, f"{one.mean:.4f} ± {one.half_width:.4f} of it", one.verdict))
+
     for name, theta in SPECTRA.items():
         by_size = sorted(theta, key=abs, reverse=True)
         ratios, overlaps = [], []
@@ -154,36 +159,23 @@ def check_eigenvalues(size: int, seeds: Sequence[int]) -> list[report.Finding]:
             )
             inner = [float(one.vectors[theta.index(v), index]) ** 2 for index, v in enumerate(by_size)]
             overlaps.append(sum(x - (1 - (client / v) ** 2) for x, v in zip(inner, by_size, strict=True)) / len(theta))
-        one = compare_to(ratios, 1.0, TOLERANCE)
         text = f"Proposition 3.1: eigenvalues above sigma s go to g^-1(theta) (within {TOLERANCE:.0%}); theta = {name}"
-        findings.append(report.Finding(text, f"{one.mean:.4f} ± {one.half_width:.4f} of it", one.verdict))
-        one = compare_to(overlaps, 0.0, TOLERANCE)
+        add(text, ratios)
+        off = compare_to(overlaps, 0.0, TOLERANCE)
         text = f"Equation (5): squared cosines go to 1 - sigma^2 s^2 / theta^2 (within {TOLERANCE}); theta = {name}"
-        findings.append(report.Finding(text, f"{one.mean:+.4f} ± {one.half_width:.4f} off", one.verdict))
+        findings.append(report.Finding(text, f"{off.mean:+.4f} ± {off.half_width:.4f} off", off.verdict))
     tops = [float(draw_noisy(HIDDEN, client, size, seed, "client 0").values[0].abs()) for seed in seeds]
-    for description, target in (
-        (
-            f"Proposition 3.1 as stated: theta = {HIDDEN[0]} goes to g^-1(theta), as that is above U",
-            compute_outlier(HIDDEN[0], client),
-        ),
-        (f"The same with theta > sigma s as the condition: theta = {HIDDEN[0]} goes to the edge U", 2 * client),
-    ):
-        one = compare_to([top / target for top in tops], 1.0, TOLERANCE)
-        findings.append(report.Finding(description, f"{one.mean:.4f} ± {one.half_width:.4f} of it", one.verdict))
+    target = compute_outlier(HIDDEN[0], client)
+    text = f"Proposition 3.1 as stated: theta = {HIDDEN[0]} goes to g^-1(theta), as that is above U"
+    add(text, [top / target for top in tops])
+    text = f"The same with theta > sigma s as the condition: theta = {HIDDEN[0]} goes to the edge U"
+    add(text, [top / (2 * client) for top in tops])
     theta = next(iter(SPECTRA.values()))
-    bulk = [
-        float((draw_noisy(theta, client, size, seed, "client 0").values[len(theta) :] ** 2).mean()) / (2 * client) ** 2
-        for seed in seeds
-    ]
-    one = compare_to(bulk, 1.0, TOLERANCE)
+    drawn = [draw_noisy(theta, client, size, seed, "client 0") for seed in seeds]
     text = "Proposition 3.1: all other eigenvalues go to the edges (read as: their mean square to U^2)"
-    findings.append(report.Finding(text, f"{one.mean:.4f} ± {one.half_width:.4f} of it", one.verdict))
-    ratios = [
-        draw_noisy(theta, client, size, seed, "client 0").stable_rank / estimate(theta, client, size) for seed in seeds
-    ]
-    one = compare_to(ratios, 1.0, TOLERANCE)
-    text = "Equation (35) gives the stable rank"
-    findings.append(report.Finding(text, f"{one.mean:.4f} ± {one.half_width:.4f} of it", one.verdict))
+    add(text, [float((one.values[len(theta) :] ** 2).mean()) / (2 * client) ** 2 for one in drawn])
+    limit = estimate(theta, client, size)
+    add("Equation (35) gives the stable rank", [one.stable_rank / limit for one in drawn])
     return findings
 
 

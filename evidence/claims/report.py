@@ -2,6 +2,8 @@
 
 import os
 import platform
+import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +39,18 @@ class Finding:
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table in Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    head, *lines = ("| " + " | ".join(map(str, line)) + " |" for line in (header, *rows))
+    return "\n".join([head, "|" + "---|" * len(header), *lines])
+
+
+def describe_machine() -> str:
+    """The line about code, date and machine."""
+    # --dirty: a page must not name a commit that is not what ran
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    described = subprocess.run(command, capture_output=True, text=True, check=False)
+    code = f"Code: {described.stdout.strip()}. " if described.returncode == 0 else ""
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    return f"{code}Date: {time.strftime('%Y-%m-%d')}. Machine: {machine}."
 
 
 def save_figure(figure: Figure, folder: Path, name: str) -> None:
@@ -52,5 +64,4 @@ def show(findings: Sequence[Finding], sections: Sequence[str] = ()) -> None:
     """Print the findings, then the tables behind them."""
     rows = [(finding.statement, finding.measured, WORDS[finding.verdict]) for finding in findings]
     table = format_table(("the paper's statement", "measured, with 95 % intervals", "verdict"), rows)
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    print("\n\n".join([table, *sections, f"Machine: {machine}."]))
+    print("\n\n".join([table, *sections, describe_machine()]))

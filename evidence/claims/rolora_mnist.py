@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -130,11 +131,36 @@ def load(folder: Path, train: int, validation: int, test: int) -> Data:
     )
 
 
-def divide(labels: Tensor, clients: int, seed: int) -> dict[str, np.ndarray]:
+def divide(labels: Tensor, clients: int, seed: int) -> list[np.ndarray]:
     """Every label to one client: two labels each for five clients, one for ten; which ones, the seed draws."""
     order = torch.randperm(CLASSES, generator=create_generator(seed, "division", clients))
     own_classes = order.reshape(clients, CLASSES // clients)
-    return {f"client-{k}": torch.isin(labels, own_classes[k]).nonzero()[:, 0].numpy() for k in range(clients)}
+    return [torch.isin(labels, classes).nonzero()[:, 0].numpy() for classes in own_classes]
+
+
+def connect(
+    adapted: AdaptedModel,
+    data: Data,
+    parts: Sequence[np.ndarray],
+    training: TrainingSettings,
+    method: str,
+    options: Mapping[str, Any],
+    settings: RoundSettings,
+    *,
+    by_size: bool = False,
+) -> Federation:
+    """A federation of clients with these images, weighted equally or by their number."""
+    made = get_method_class(method)(spec=adapted.spec, seed=settings.seed, **options)
+    engine = LoopEngine(adapted, Classification(), training, settings.seed)
+    rank, empty = options["r"], np.array([], dtype=np.int64)
+    scaling = compute_scaling(options["lora_alpha"], rank)
+    clients = [
+        ClientData(
+            Client(f"client-{k}", rank, scaling, len(rows), float(len(rows)) if by_size else 1.0), rows, empty, empty
+        )
+        for k, rows in enumerate(parts)
+    ]
+    return simulate(made, engine, clients, data.train, settings)
 
 
 def build(data: Data, method: str, clients: int, lr: float, seed: int, rounds: int) -> Federation:
@@ -145,20 +171,13 @@ def build(data: Data, method: str, clients: int, lr: float, seed: int, rounds: i
         W_out.weight.uniform_(-bound, bound, generator=create_generator(seed, "W_out"))
     hidden = NoBase(PIXELS, PIXELS, bias=False)
     model = nn.Sequential(OrderedDict(hidden=hidden, relu=ReLU(), out=W_out))
-    adapted = AdaptedModel(model, {"hidden": hidden}, {})
     training = TrainingSettings(
         optimizer="sgd", lr=lr, batch_size=BATCH, local_epochs=EPOCHS, max_grad_norm=0.0, group_by_length=False
     )
-    engine = LoopEngine(adapted, Classification(), training, seed)
     # Section 5.2: "A is initialized to a random Gaussian matrix"; its variance is PEFT's, 1/r^2.
-    options = {"spec": adapted.spec, "seed": seed, "r": RANK, "lora_alpha": float(RANK), "init_A": "gaussian"}
-    made = get_method_class(method)(**options)
-    empty = np.array([], dtype=np.int64)
-    all_clients = [
-        ClientData(Client(id, RANK, compute_scaling(RANK, RANK), len(indices), weight=1.0), indices, empty, empty)
-        for id, indices in divide(data.train.y, clients, seed).items()
-    ]
-    return simulate(made, engine, all_clients, data.train, RoundSettings(rounds, seed=seed))
+    options = {"r": RANK, "lora_alpha": float(RANK), "init_A": "gaussian"}
+    adapted, parts = AdaptedModel(model, {"hidden": hidden}, {}), divide(data.train.y, clients, seed)
+    return connect(adapted, data, parts, training, method, options, RoundSettings(rounds, seed=seed))
 
 
 @dataclass(frozen=True)
@@ -175,10 +194,9 @@ class Curve:
         return sum(last) / len(last)
 
 
-def run_seed(data: Data, method: str, clients: int, lr: float, seed: int, rounds: int) -> Curve:
+def train(federation: Federation, data: Data) -> Curve:
     """Train; a run whose loss is no longer finite stays at chance."""
-    federation = build(data, method, clients, lr, seed, rounds)
-    evaluator = Evaluator(federation, batch_size=2000)
+    evaluator, rounds = Evaluator(federation, batch_size=2000), federation.settings.rounds
     progress, scores = federation.begin(), {"validation": list[float](), "test": list[float]()}
     for _ in range(rounds):
         try:
@@ -227,10 +245,12 @@ def main() -> None:
     sweep: list[list[str]] = []
     for clients in CLIENTS:
         for method, name in METHODS.items():
-            first = {rate: run_seed(data, method, clients, rate, args.seeds[0], args.rounds) for rate in args.rates}
+            first = {
+                rate: train(build(data, method, clients, rate, args.seeds[0], args.rounds), data) for rate in args.rates
+            }
             best = max(first, key=lambda rate: first[rate].plateau("validation"))
             sweep.append([f"{name}, {clients}", *(f"{one.plateau('validation'):.1f}" for one in first.values())])
-            rest = [run_seed(data, method, clients, best, seed, args.rounds) for seed in args.seeds[1:]]
+            rest = [train(build(data, method, clients, best, seed, args.rounds), data) for seed in args.seeds[1:]]
             curves[method, clients] = [first[best], *rest]
             levels = [curve.plateau("test") for curve in curves[method, clients]]
             rows.append([f"{name}, {clients}", f"{best:g}", *(f"{level:.1f}" for level in levels)])

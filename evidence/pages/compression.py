@@ -9,28 +9,29 @@ The runs of one seed take turns, so that a stopped script has compared like with
 what is there is not run again.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
-import os
-import platform
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from fedspan.core.method import Traffic
-    from fedspan.core.values import LayerSpec
-    from fedspan.wrappers.low_precision import Format
+from evidence.claims.report import describe_machine, format_table
+from fedspan.assembly.run import prepare
+from fedspan.config import parse_config
+from fedspan.core.method import Traffic
+from fedspan.core.values import LayerSpec, Spec
+from fedspan.methods.registry import METHODS as REGISTERED
+from fedspan.planning.shape_inference import count_traffic
+from fedspan.runs.start import run
+from fedspan.wrappers.low_precision import Format, LowPrecision
 
 Reports = dict[tuple[str, str, int], dict[str, Any]]
 """Reports of runs, by method, variant and seed."""
-Counted = dict[str, dict[str, "Traffic"]]
+Counted = dict[str, dict[str, Traffic]]
 """Bytes by method and format."""
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -88,9 +89,6 @@ def config_of(method: str, variant: str, seed: int, args: argparse.Namespace) ->
 
 def run_variant(method: str, variant: str, seed: int, args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Return the report of a run, which is done if it is not there yet."""
-    from fedspan.config import parse_config
-    from fedspan.runs.start import run
-
     folder = work / f"{method}-{variant}-seed{seed}".replace(" ", "-").replace(",", "")
     if not (folder / "report.json").exists():
         began = time.monotonic()
@@ -105,12 +103,6 @@ def _get_options(method: str) -> dict[str, Any]:
 
 def count_bytes(layers: Sequence[LayerSpec]) -> Counted:
     """Count the bytes of tensors of one client and round, by method whose replies sum and format of both directions."""
-    from fedspan.core.method import Traffic
-    from fedspan.core.values import Spec
-    from fedspan.methods.registry import METHODS as REGISTERED
-    from fedspan.planning.shape_inference import count_traffic
-    from fedspan.wrappers.low_precision import LowPrecision
-
     counted: Counted = {}
     for key, cls in sorted(REGISTERED.items()):
         options = COUNTED.get(key, {})
@@ -142,14 +134,13 @@ def write_bytes(counted: Counted, args: argparse.Namespace) -> list[str]:
         "that stack replies are refused; FLoRG is one of them without `gram_sums`. Fed-SB's first reply, a gradient as "
         "large as the layers, is of round 1.",
         "",
-        f"| {' | '.join(columns)} |",
-        "|---" * len(columns) + "|",
     ]
+    rows: list[list[str]] = []
     for method, traffic in counted.items():
         cells = [f"{one.down / 1e3:.1f} + {one.up / 1e3:.1f}" for one in traffic.values()]
         plain, small = (traffic[title].down + traffic[title].up for title in ("float32", "int8"))
-        lines.append(f"| {method} | {' | '.join(cells)} | {plain / small:.2f} |")
-    return lines
+        rows.append([method, *cells, f"{plain / small:.2f}"])
+    return [*lines, format_table(columns, rows)]
 
 
 def write_accuracies(reports: Reports, args: argparse.Namespace) -> list[str]:
@@ -161,9 +152,9 @@ def write_accuracies(reports: Reports, args: argparse.Namespace) -> list[str]:
         "standard error. Bytes are those of the bodies of all messages of all clients and rounds, with the headers of "
         "safetensors and without envelopes.",
         "",
-        "| method | transfer | accuracy, % | against float32, points | MB down | MB up | smaller by |",
-        "|---|---|---|---|---|---|---|",
     ]
+    head = ("method", "transfer", "accuracy, %", "against float32, points", "MB down", "MB up", "smaller by")
+    table: list[list[str]] = []
     for method, variant in dict.fromkeys((method, variant) for method, variant, _ in reports):
         rows = [reports[method, variant, seed] for seed in args.seeds]
         plain = [reports[method, "float32", seed] for seed in args.seeds]
@@ -171,24 +162,22 @@ def write_accuracies(reports: Reports, args: argparse.Namespace) -> list[str]:
             np.array([100 * report["scores"]["test"]["accuracy"] for report in group]) for group in (rows, plain)
         )
         apart = accuracy - base
-        down, up, total = (
-            float(np.mean([sum(report["bytes"].values()) if key is None else report["bytes"][key] for report in rows]))
-            for key in ("down", "up", None)
+        down, up = (float(np.mean([report["bytes"][key] for report in rows])) for key in ("down", "up"))
+        total, plain_total = (
+            float(np.mean([sum(report["bytes"].values()) for report in group])) for group in (rows, plain)
         )
-        plain_total = float(np.mean([sum(report["bytes"].values()) for report in plain]))
         error = apart.std(ddof=1) / len(apart) ** 0.5
         difference = "" if variant == "float32" else f"{apart.mean():+.1f} ± {error:.1f}"
-        lines.append(
-            f"| {method} | {variant} | {accuracy.mean():.1f} ± {accuracy.std(ddof=1):.1f} | {difference} "
-            f"| {down / 1e6:.2f} | {up / 1e6:.2f} | {plain_total / total:.2f} |"
+        spread, megabytes = (
+            f"{accuracy.mean():.1f} ± {accuracy.std(ddof=1):.1f}",
+            (f"{b / 1e6:.2f}" for b in (down, up)),
         )
-    return lines
+        table.append([method, variant, spread, difference, *megabytes, f"{plain_total / total:.2f}"])
+    return [*lines, format_table(head, table)]
 
 
 def write_section(name: str, lines: Sequence[str], args: argparse.Namespace) -> str:
     """Write a section with its heading, command, date and machine."""
-    import torch
-
     options = f"--sections {name} --data PATH/banking77"
     if name in METHODS:
         options += f" --labels {args.labels} --rounds {args.rounds} --seeds {' '.join(map(str, args.seeds))}"
@@ -196,8 +185,7 @@ def write_section(name: str, lines: Sequence[str], args: argparse.Namespace) -> 
         f"## {TITLES[name]}",
         "",
         f"Command: `python -m evidence.pages.compression {options}`  ",
-        f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {os.cpu_count()} cores, "
-        f"torch {torch.__version__}, 1 thread.",
+        describe_machine(),
         "",
     ]
     return "\n".join([*head, *lines]) + "\n"
@@ -216,9 +204,6 @@ def join_page(sections: Mapping[str, str], before: str) -> str:
 
 def main() -> None:
     """Run the variants and write the page."""
-    from fedspan.assembly.run import prepare
-    from fedspan.config import parse_config
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with Banking77's train.csv and test.csv")
     parser.add_argument("--sections", nargs="+", choices=TITLES, default=list(TITLES))

@@ -35,6 +35,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from evidence.claims.report import format_table
 from fedspan.config import parse_config
 from fedspan.core.values import Client, Job, Trained
 from fedspan.errors import FedspanError
@@ -77,48 +78,35 @@ class Shape:
     head: Any
     targets: tuple[str, ...]
     architecture: Mapping[str, Any]
-    longest: int = 128
+    longest: int
 
 
-_LLAMA = {"model_type": "llama", "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
-_ROBERTA = {"model_type": "roberta", "max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 1}
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    "num_key_value_heads",
+)
+
+
+def make_roberta(name: str, longest: int, *sizes: int) -> Shape:
+    """A RoBERTa with a classifier and ``SIZES``."""
+    values = {"model_type": "roberta", "max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 1}
+    targets = ("query", "value")
+    return Shape(name, "classification", targets, {**values, **dict(zip(SIZES, sizes, strict=False))}, longest)
+
+
+def make_llama(name: str, longest: int, *sizes: int, **more: Any) -> Shape:
+    """A Llama with ``SIZES``."""
+    values = {"model_type": "llama", "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
+    targets = ("q_proj", "v_proj")
+    return Shape(name, "language-model", targets, {**values, **dict(zip(SIZES, sizes, strict=True)), **more}, longest)
+
+
 SHAPES = (
-    Shape(
-        "RoBERTa-large",
-        "classification",
-        ("query", "value"),
-        {
-            **_ROBERTA,
-            **{"vocab_size": 50265, "hidden_size": 1024, "intermediate_size": 4096},
-            **{"num_hidden_layers": 24, "num_attention_heads": 16},
-        },
-    ),
-    Shape(
-        "Llama-3.2-1B",
-        "language-model",
-        ("q_proj", "v_proj"),
-        {
-            **_LLAMA,
-            **{"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
-            **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True},
-        },
-    ),
-    Shape(
-        "Llama-2-7B",
-        "language-model",
-        ("q_proj", "v_proj"),
-        {
-            **_LLAMA,
-            **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
-            **{"num_attention_heads": 32, "num_key_value_heads": 32},
-        },
-    ),
+    make_roberta("RoBERTa-large", 128, 50265, 1024, 4096, 24, 16),
+    make_llama("Llama-3.2-1B", 128, 128256, 2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True),
+    make_llama("Llama-2-7B", 128, 32000, 4096, 11008, 32, 32, 32),
 )
-_TINY = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-SMOKE = (
-    Shape("tiny RoBERTa", "classification", ("query", "value"), {**_ROBERTA, **_TINY}, 12),
-    Shape("tiny Llama", "language-model", ("q_proj", "v_proj"), {**_LLAMA, **_TINY, "num_key_value_heads": 1}, 12),
-)
+SMOKE = (make_roberta("tiny RoBERTa", 12, 60, 16, 24, 2, 2), make_llama("tiny Llama", 12, 60, 16, 24, 2, 2, 1))
 
 
 def build(shape: Shape, dtype: torch.dtype, device: torch.device, depth: int | None = None) -> Any:
@@ -397,7 +385,7 @@ def format_quantized(
     batch, dtype = args.batches[-1], working_dtype(device)
     counts = sorted({args.clients[0], min(args.clients[-1], 8)})
     plain = str(dtype).removeprefix("torch.")
-    rows: list[str] = []
+    rows: list[list[str]] = []
     for shape in (shape for shape in shapes if shape.head == "language-model"):
         for base in (plain, "NF4"):
             cells = ["not reached"] + [""] * (2 * len(counts) - 1)
@@ -412,8 +400,8 @@ def format_quantized(
                 memory = ["" if cell.memory is None else f"{cell.memory:.2f}" for cell in found]
                 cells = [*(format_rate(cell, clients) for cell, clients in zip(found, counts, strict=True)), *memory]
                 del adapted
-            rows.append("| " + " | ".join([shape.name, base, *cells]) + " |")
-            print(rows[-1], flush=True)
+            rows.append([shape.name, base, *cells])
+            print(*rows[-1], sep=" | ", flush=True)
     head = [f"clients: {clients}" for clients in counts] + [f"memory, clients: {clients}" for clients in counts]
     return [
         "## 4-bit bases",
@@ -421,10 +409,7 @@ def format_quantized(
         f"Tokens a second at batch {batch}, and the peak of memory in GiB, with the frozen base in {plain} and in NF4 "
         "(`model.quantization: nf4`, bitsandbytes).",
         "",
-        f"| shape | base | {' | '.join(head)} |",
-        f"|{'---|' * (2 + len(head))}",
-        *rows,
-        "",
+        format_table(["shape", "base", *head], rows) + "\n",
     ]
 
 
@@ -502,14 +487,14 @@ def format_command(args: argparse.Namespace, device: torch.device) -> list[str]:
 
 def format_agreement(shapes: Sequence[Shape], device: torch.device, args: argparse.Namespace) -> list[str]:
     """Compare the device with the CPU and with itself, and return the section about it."""
-    rows: list[str] = []
+    rows: list[list[str]] = []
     for shape in shapes:
         found = check_agreement(shape, device)
         cells = [f"{distance:.1e}" for pair in found.distances.values() for distance in pair]
         cells += ["" if args.smoke else "pass" if found.agrees else "FAIL"]
         cells += ["yes" if repeated else "no" for repeated in found.repeats.values()]
-        rows.append("| " + " | ".join([shape.name, *cells]) + " |")
-        print(rows[-1], flush=True)
+        rows.append([shape.name, *cells])
+        print(*rows[-1], sep=" | ", flush=True)
     return [
         "## Equality with the CPU, and with itself",
         "",
@@ -519,11 +504,14 @@ def format_agreement(shapes: Sequence[Shape], device: torch.device, args: argpar
         "",
         "*Same bits*: eight clients in one pass on two blocks, trained twice, with and without `deterministic: true`.",
         "",
-        "| shape | SGD, GPU | SGD, CPU | AdamW, GPU | AdamW, CPU | | same bits, float32 | with `deterministic` | "
-        "same bits, bfloat16 | with `deterministic` |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-        *rows,
-        "",
+        format_table(
+            [
+                *("shape", "SGD, GPU", "SGD, CPU", "AdamW, GPU", "AdamW, CPU", ""),
+                *("same bits, float32", "with `deterministic`", "same bits, bfloat16", "with `deterministic`"),
+            ],
+            rows,
+        )
+        + "\n",
     ]
 
 
@@ -533,8 +521,8 @@ def format_speed(shapes: Sequence[Shape], args: argparse.Namespace, device: torc
     for number, shape in enumerate(shapes):  # no shape takes the time of those after it
         left = until - time.monotonic()
         rows += measure_rows(shape, args, device, time.monotonic() + left / (len(shapes) - number))
-    counts = " | ".join(f"clients: {clients}" for clients in args.clients)
-    rule = "|".join(["---"] * (7 + len(args.clients)))
+    counts = [f"clients: {clients}" for clients in args.clients]
+    gains = ["times faster", "memory, fewest", "memory, most", "goal"]
     return [
         "## Tokens a second",
         "",
@@ -542,10 +530,7 @@ def format_speed(shapes: Sequence[Shape], args: argparse.Namespace, device: torc
         f"most clients. Where a pass of all clients needs more memory than the GPU has, the cell says how many "
         f"shared one. Goal at batch 1 with the most clients: {GOAL:g} times PEFT's loop.",
         "",
-        f"| shape | batch | PEFT in a loop | {counts} | times faster | memory, fewest | memory, most | goal |",
-        f"|{rule}|",
-        *("| " + " | ".join(row) + " |" for row in rows),
-        "",
+        format_table(["shape", "batch", "PEFT in a loop", *counts, *gains], rows) + "\n",
     ]
 
 
@@ -577,9 +562,7 @@ HEADER = (
     "This page reports how much faster one GPU trains many clients in shared passes than one after another. The models "
     "have random weights in the shapes of the named ones, in bfloat16, and texts are random tokens, a quarter of the "
     "longest length (128) to all of it. PEFT trains eight clients, one after another. Each number is the median of up "
-    f"to {REPETITIONS} runs after one that warms up. "
-    "[Training](../architecture/training.md) "
-    "describes the engine.",
+    f"to {REPETITIONS} runs after one that warms up. [Training](../architecture/training.md) describes the engine.",
     "",
 )
 

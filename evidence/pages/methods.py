@@ -6,7 +6,7 @@
 
 ``methods.yaml`` has the cells (data, model, partition) and the methods. In each cell, a method's learning rate is the
 one of three with the best validation score on a seed of its own; while that is the lowest or the highest, another
-rate is tried beyond it, up to ``MOST_RATES``. With that rate, the method runs with other seeds, each of which draws the
+rate is tried beyond it, up to ``MAX_RATES``. With that rate, the method runs with other seeds, each of which draws the
 partition, the factors and the batches.
 
 A run is a folder under ``FOLDER/runs``. Finished runs are not repeated and stopped ones continue, so the command can be
@@ -19,9 +19,7 @@ new method is a line in the YAML file, or in a copy of it for ``--settings``.
 import argparse
 import json
 import math
-import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -37,14 +35,14 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 import fedspan
-from evidence.claims.report import format_table, save_figure
+from evidence.claims.report import describe_machine, format_table, save_figure
 from fedspan.runs.predictions import Items, read_items
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.prefix_rows import share_prefixes
 
 HERE = Path(__file__).resolve().parent
 VALIDATION_SEED, SEEDS = 100, (0, 1, 2, 3, 4, 5)
-STEP, MOST_RATES = 4.0, 5
+STEP, MAX_RATES = 4.0, 5
 RESAMPLES = 2000
 DRAWS = 200_000
 LEVEL = 0.95
@@ -100,7 +98,7 @@ class Pair:
                 if rate not in scores:
                     scores[rate] = self._validate(rate)
             best = max(rates, key=lambda rate: scores[rate])
-            if len(rates) == MOST_RATES or best not in (rates[0], rates[-1]):
+            if len(rates) == MAX_RATES or best not in (rates[0], rates[-1]):
                 return best
             rates = [best / STEP, *rates] if best == rates[0] else [*rates, best * STEP]
 
@@ -318,14 +316,8 @@ def draw_pareto(cells: Results, methods: Sequence[str], path: Path) -> None:
 
 def describe_origin() -> str:
     """Describe the command, the commit, the day and the machine."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=8", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True
-    ).stdout.strip()
     words = [f"PATH/{Path(word).name}" if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    return (
-        f"Command: `python -m evidence.pages.methods {shlex.join(words)}`  \n"
-        f"Commit: {commit}. Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, one thread a run."
-    )
+    return f"Command: `python -m evidence.pages.methods {shlex.join(words)}`  \n{describe_machine()} One thread a run."
 
 
 def main() -> None:

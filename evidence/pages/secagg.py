@@ -34,11 +34,8 @@ def measure(count: int) -> tuple[int, int, float]:
     Args:
         count: Number of clients.
     """
-    ids, identity, sessions = (
-        [f"clinic-{number:04}" for number in range(count)],
-        make_identity("clinic"),
-        MemorySessionStore(),
-    )
+    ids, sessions = [f"clinic-{number:04}" for number in range(count)], MemorySessionStore()
+    identity = make_identity("clinic")
     clients = {id: SecureClient(id, sessions, identity=identity) for id in ids}
     facts = {"run": "run", "serial": 1, "round": 0, "attempt": 0, "session": 1}
     replies = {id: clients[id].answer(KeysOrder(**facts, to=id)) for id in ids}

@@ -11,7 +11,7 @@ import io
 import random
 import struct
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,12 +192,10 @@ class Cell:
         return "-".join("".join(c if c.isalnum() else "_" for c in part).lower() for part in parts)
 
 
-def write_rows(path: Path, columns: Sequence[str], rows: Rows) -> None:
+def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Write a csv file."""
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        writer.writerows(rows)
+        csv.writer(file).writerows([columns, *rows])
 
 
 def draw(kind: TextSet | ImageSet, data: Path, rng: random.Random) -> tuple[list[Any], list[Any]]:

@@ -2,13 +2,13 @@
 
 Needs to be root, for network namespaces and small file systems.
 
-    python -m evidence.regression.faults --page docs/results/faults.md --record docs/results/faults.json
-    python -m evidence.regression.faults nan server-killed
+    python -m evidence.regression.faults --page docs/results/faults.md
+    python -m evidence.regression.faults --page docs/results/faults.md nan server-killed
 
 A tiny BERT. After each fault the run must have every round that was
 finished before it, unchanged, and a model that is finite and has the bits of an undisturbed run in which the same
 clients replied; where nodes join or leave and in asynchronous rounds, these are the bits of a simulation with the same
-clients in each round.
+clients in each round. With names, the page keeps its rows of other faults.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +36,7 @@ from safetensors.torch import load_file, save_file
 
 import fedspan
 from tests.helpers import tiny
-from tests.helpers.sites import (
-    SITES,
-    local_values,
-    run_values,
-    site_files,
-)
+from tests.helpers.sites import SITES, local_values, run_values, site_files
 from tests.helpers.slow_link import SlowLink
 from tests.helpers.stage import Deployment, build_command, build_environment, find_child
 
@@ -54,6 +51,10 @@ WAIT = 900.0
 """Seconds after which a scenario gives up; beside other work on the machine, starting a node takes minutes."""
 AREA, OUTSIDE, INSIDE = "fedspan-faults", "10.213.77.1", "10.213.77.2"
 """A network namespace, and the addresses of the pair of interfaces to it."""
+NEAR, FAR = f"{AREA[:12]}0", f"{AREA[:12]}1"
+"""These interfaces: of this machine, and of the namespace."""
+PERSONAL = {"name": "fedsa-lora", "r": 2}
+"""The method of runs whose B stays on the nodes."""
 
 
 class Failed(AssertionError):
@@ -67,27 +68,10 @@ def require(holds: bool, description: str) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a fault.
-
-    Args:
-        seen: The line that a user sees.
-        state: The run that the model is equal to.
-        left_out: Clients whose replies did not count.
-        rounds: Number of the run's rounds; None: no run is submitted.
-        steps: Number of a client's local steps in a round; None as for ``rounds``.
-        seconds: Duration of the scenario.
-        date: Date of the call of this script.
-        commit: The commit that was checked out.
-    """
+    """Outcome of a fault: the line that a user sees, and the clients whose replies did not count."""
 
     seen: str
-    state: str
     left_out: str = "nobody"
-    rounds: int | None = None
-    steps: int | None = None
-    seconds: float = 0.0
-    date: str = ""
-    commit: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,30 +110,22 @@ class Submitted:
         path = self.out / "metrics.jsonl"
         return path.read_text().splitlines() if path.exists() else []
 
-    def until(self, round: int, seconds: float = WAIT) -> None:
-        """Wait until so many rounds are finished."""
-        end = time.monotonic() + seconds
-        while len(self.rows()) < round:
-            require(self.process.poll() is None, f"submit ended before round {round}: {self.said()[-3000:]}")
-            require(time.monotonic() < end, f"no round {round} after {seconds:g} s{self.stage.made.logs()}")
+    def wait(self, holds: Callable[[], bool], what: str) -> None:
+        """Wait, while the run goes on, until something holds."""
+        end = time.monotonic() + WAIT
+        while not holds():
+            is_awaited = time.monotonic() < end and self.process.poll() is None
+            require(is_awaited, f"no {what}: {self.said()[-3000:]}{self.stage.made.logs()}")
             time.sleep(0.02)
 
-    def until_event(self, event: str) -> None:
-        """Wait until a round's metrics name who joined, or left."""
-        end = time.monotonic() + WAIT
-        while not any(event in json.loads(row) for row in self.rows()):
-            require(self.process.poll() is None, f"submit ended before any client {event}: {self.said()[-3000:]}")
-            require(time.monotonic() < end, f"nobody {event} after {WAIT:g} s{self.stage.made.logs()}")
-            time.sleep(0.05)
+    def until(self, round: int) -> None:
+        """Wait until so many rounds are finished."""
+        self.wait(lambda: len(self.rows()) >= round, f"round {round}")
 
-    def in_the_middle(self, site: str = "") -> list[str]:
-        """Wait until a client trains in the second round, and return the metrics of the finished rounds.
-
-        Args:
-            site: Name of the client; left out: the last one.
-        """
+    def in_the_middle(self, site: str = WEST) -> list[str]:
+        """Wait until a client trains in the second round, and return the metrics of the finished rounds."""
         self.until(1)
-        self.stage.made.wait_for_training(site or WEST, seconds=WAIT)
+        self.stage.made.wait_for_training(site, seconds=WAIT)
         return self.rows()
 
     def said(self) -> str:
@@ -170,6 +146,12 @@ class Submitted:
         require("Traceback" not in self.said(), f"a traceback: {self.said()[-3000:]}")
         return self.said()
 
+    def end_without_loss(self) -> str:
+        """The same, where no reply of the first node may be lost."""
+        output = self.end()
+        require(f"{NORTH}:" not in output, f"the order or the reply was lost: {output[-3000:]}")
+        return output
+
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -180,14 +162,10 @@ class Stage:
 
     Args:
         folder: Folder for everything that the stage writes.
-
-    Attributes:
-        work: Rounds, and steps of a round, of the run that was submitted last; None each: no run was.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.work: tuple[int | None, int | None] = (None, None)
         tiny.save_corpus(folder)
         tiny.save_model("deep-bert", folder).rename(folder / "bert")  # with one layer, rounds would pass before faults
         self.files = site_files(folder / "corpus.csv", folder)
@@ -217,6 +195,17 @@ class Stage:
 
     def leave(self, id: str) -> None:
         self.made.end(id, signal.SIGTERM)
+
+    @contextlib.contextmanager
+    def changed(self, site: str, *before: str, **changes: Any) -> Iterator[None]:
+        """Restart a node with changes of its file and a command before its own; afterwards, without them."""
+        self.leave(site)
+        self.join(site, self.node(site, **changes), before)
+        try:
+            yield
+        finally:
+            self.leave(site)
+            self.join(site, self.node(site))
 
     def submit(
         self,
@@ -254,7 +243,6 @@ class Stage:
             values["engine"] = dict(engine)
         if base:
             values["model"]["name"] = base
-        self.work = values["federation"]["rounds"], steps
         path = run_folder.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(values))
         options = ["--out", str(out), *(["--offer-base"] if base else [])]
@@ -337,7 +325,7 @@ class Stage:
     def clean_personal(self) -> Model:
         """The clients' own models of a run in which everybody replied."""
         if "personal" not in self._references:
-            run = self.submit("personal", {"name": "fedsa-lora", "r": 2})
+            run = self.submit("personal", PERSONAL)
             run.end()
             self._references["personal"] = self.own_models(run.began)
         return self._references["personal"]
@@ -359,143 +347,130 @@ def line(text: str, words: str) -> str:
 
 
 Scenario = Callable[[Stage], Outcome]
-FAULTS: dict[str, tuple[str, Scenario]] = {}
-
-
-def register_fault(name: str, fault: str) -> Callable[[Scenario], Scenario]:
-    def known(scenario: Scenario) -> Scenario:
-        FAULTS[name] = (fault, scenario)
-        return scenario
-
-    return known
-
-
-ALL, REST = "bits of an undisturbed run", "bits of a run in which that client declined the round"
-_REPLIES = {
-    "raises": ("a client raises in the second round", "RuntimeError"),
-    "nan": ("a client's reply is NaN throughout", "not finite"),
-    "shapes": ("a client's reply has tensors of other shapes", "not ["),
-    "extra": ("a client's reply has a tensor more", "backdoor"),
-    "huge": ("a client's reply is moved by 1000 in every number", "times the cohort's norm"),
-    "stale": ("a client's reply is one to the round before", "a reply of"),
-    "too-large": ("a reply of 3 MiB, where 1 MiB is the most (`federation.message_mib: 1`)", "larger than its order"),
-    "no-header": ("a reply whose header is no JSON", "not a fedspan header"),
+REPLIES = {
+    "raises": "RuntimeError",
+    "nan": "not finite",  # throughout
+    "shapes": "not [",
+    "extra": "backdoor",  # a tensor more
+    "huge": "times the cohort's norm",  # moved by 1000 in every number
+    "stale": "a reply of",  # to the round before
+    "too-large": "larger than its order",  # 3 MiB, where 1 MiB is the most (`federation.message_mib: 1`)
+    "no-header": "not a fedspan header",  # its header is no JSON
 }
+"""What a client's reply is in the second round, and words of the line about it."""
 
 
-def _make_spoilt_scenario(kind: str, words: str) -> Scenario:
-    def scenario(stage: Stage) -> Outcome:
-        expected = stage.without_west()
-        with stage.spoilt(kind):
-            run = stage.submit(kind, min_replies=2, **({"message_mib": 1} if kind == "too-large" else {}))
-            before = run.in_the_middle()
-            output = run.end()
-        stage.finished(run, before).require_same(expected)
-        require("patient" not in output, "what a client's error said left its machine")
-        return Outcome(line(output, words), REST, "that client, in that round")
+def send_reply(stage: Stage, kind: str, words: str) -> Outcome:
+    """A client's reply in the second round is one of ``REPLIES``."""
+    expected = stage.without_west()
+    with stage.spoilt(kind):
+        run = stage.submit(kind, min_replies=2, **({"message_mib": 1} if kind == "too-large" else {}))
+        before = run.in_the_middle()
+        output = run.end()
+    stage.finished(run, before).require_same(expected)
+    require("patient" not in output, "what a client's error said left its machine")
+    return Outcome(line(output, words), "that client, in that round")
 
+
+FAULTS: dict[str, Scenario] = {kind: partial(send_reply, kind=kind, words=words) for kind, words in REPLIES.items()}
+"""The faults by name."""
+
+
+def register(scenario: Scenario) -> Scenario:
+    """Add a fault, which has the name of its function."""
+    FAULTS[scenario.__name__.replace("_", "-")] = scenario
     return scenario
 
 
-for _kind, (_done, _words) in _REPLIES.items():
-    register_fault(_kind, _done)(_make_spoilt_scenario(_kind, _words))
-
-
-@register_fault("replay", "the order reaches a client twice, and it answers the second")
+@register
 def replay(stage: Stage) -> Outcome:
+    """The order reaches a client twice, and it answers the second."""
     expected = stage.clean()
     with stage.spoilt("replay"):
         run = stage.submit("replay")
         before = run.in_the_middle()
         run.end()
     stage.finished(run, before).require_same(expected)
-    return Outcome(line(stage.made.log(WEST), "its reply is sent again"), ALL)
+    return Outcome(line(stage.made.log(WEST), "its reply is sent again"))
 
 
-@register_fault(
-    "node-killed",
-    "a node is killed (-9) in the middle of the second round and started again; FedSA-LoRA, whose B stays on the nodes",
-)
+@register
 def node_killed(stage: Stage) -> Outcome:
+    """A node is killed (-9) in the middle of the second round and started again; FedSA-LoRA."""
+    return kill_node(stage, "round 2: train done")
+
+
+@register
+def checkpointed(stage: Stage) -> Outcome:
+    """The same with `training.checkpoint_steps: 5` and `federation.min_replies: 1`: it continues within the round."""
+    return kill_node(stage, "training continues after step", training={"checkpoint_steps": 5}, min_replies=1)
+
+
+def kill_node(stage: Stage, words: str, **fields: Any) -> Outcome:
+    """Kill a node in the second round and start it again; the models of all clients are those of a clean run."""
     expected = stage.clean_personal()
-    run = stage.submit("node-killed", {"name": "fedsa-lora", "r": 2})
+    run = stage.submit("node-killed", PERSONAL, **fields)
     before = run.in_the_middle(NORTH)
     stage.made.end(NORTH)
     stage.join(NORTH)
-    output = run.end()
+    run.end_without_loss()
     require(run.rows()[: len(before)] == before, "a finished round was lost")
-    require(f"{NORTH}:" not in output, f"the order was lost: {output[-3000:]}")
     stage.own_models(run.began).require_same(expected)
-    return Outcome(line(stage.made.log(NORTH), "round 2: train done"), ALL + ", every client's own model")
+    return Outcome(line(stage.made.log(NORTH), words))
 
 
-@register_fault(
-    "checkpointed",
-    "the fault `node-killed` with `training.checkpoint_steps: 5` and `federation.min_replies: 1`: the node continues "
-    "within the round",
-)
-def node_killed_with_checkpoints(stage: Stage) -> Outcome:
-    wanted = stage.clean_personal()
-    method = {"name": "fedsa-lora", "r": 2}
-    run = stage.submit("checkpointed", method, training={"checkpoint_steps": 5}, min_replies=1)
-    before = run.in_the_middle(NORTH)
-    stage.made.end(NORTH)
-    stage.join(NORTH)
-    output = run.end()
-    require(f"{NORTH}:" not in output, f"the order was lost: {output[-3000:]}")
-    require(run.rows()[: len(before)] == before, "a finished round was lost")
-    stage.own_models(run.began).require_same(wanted)
-    return Outcome(line(stage.made.log(NORTH), "training continues after step"), ALL + ", every client's own model")
-
-
-@register_fault("worker-killed", "the process in which a node trains is killed (-9), as when memory runs out")
+@register
 def worker_killed(stage: Stage) -> Outcome:
+    """The process in which a node trains is killed (-9), as when memory runs out."""
     expected = stage.clean()
     run = stage.submit("worker-killed")
     before = run.in_the_middle(SOUTH)
     os.kill(find_child(stage.made.processes[SOUTH].pid), signal.SIGKILL)
     output = run.end()
     stage.finished(run, before).require_same(expected)
-    return Outcome(line(output, f"{SOUTH}:"), ALL)
+    return Outcome(line(output, f"{SOUTH}:"))
 
 
-@register_fault(
-    "training-hangs", "training hangs (SIGSTOP) for longer than the node's limit (`limits.round_seconds: 15`)"
-)
+@register
 def training_hangs(stage: Stage) -> Outcome:
+    """Training hangs (SIGSTOP) for longer than the node's limit (`limits.round_seconds: 15`)."""
     expected = stage.clean()
-    stage.leave(SOUTH)
-    stage.join(SOUTH, stage.node(SOUTH, limits={"round_seconds": 15.0}))
-    try:
+    with stage.changed(SOUTH, limits={"round_seconds": 15.0}):
         run = stage.submit("training-hangs")
         before = run.in_the_middle(SOUTH)
         os.kill(find_child(stage.made.processes[SOUTH].pid), signal.SIGSTOP)
         output = run.end()
-    finally:
-        stage.leave(SOUTH)
-        stage.join(SOUTH, stage.node(SOUTH))
     stage.finished(run, before).require_same(expected)
-    return Outcome(line(output, "limits.round_seconds"), ALL)
+    return Outcome(line(output, "limits.round_seconds"))
 
 
-@register_fault("node-hangs", "a whole node hangs (SIGSTOP) past `federation.deadline: 15`")
+@contextlib.contextmanager
+def stopped(stage: Stage, site: str) -> Iterator[None]:
+    """Stop all processes of a node (SIGSTOP) for a while."""
+    pid = stage.made.processes[site].pid
+    os.killpg(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.killpg(pid, signal.SIGCONT)
+
+
+@register
 def node_hangs(stage: Stage) -> Outcome:
+    """A whole node hangs (SIGSTOP) past `federation.deadline: 15`."""
     expected = stage.without_west(LONG)
     run = stage.submit("node-hangs", min_replies=2, deadline=15.0, steps=LONG)
     before = run.in_the_middle()
-    pid = stage.made.processes[WEST].pid
-    os.killpg(pid, signal.SIGSTOP)
-    try:
+    with stopped(stage, WEST):
         run.until(2)
-    finally:
-        os.killpg(pid, signal.SIGCONT)
     output = run.end()
     stage.finished(run, before).require_same(expected)
-    return Outcome(line(output, "no reply within"), REST, "that client, in that round")
+    return Outcome(line(output, "no reply within"), "that client, in that round")
 
 
-@register_fault("server-killed", "`fedspan submit` is killed (-9) in the middle of the second round, and resumed")
+@register
 def server_killed(stage: Stage) -> Outcome:
+    """`fedspan submit` is killed (-9) in the middle of the second round, and resumed."""
     expected = stage.clean()
     run = stage.submit("server-killed")
     before = run.in_the_middle()
@@ -503,14 +478,12 @@ def server_killed(stage: Stage) -> Outcome:
     again = stage.resume(run)
     output = again.end()
     stage.finished(again, before).require_same(expected)
-    return Outcome(line(output, "resumed after round"), ALL)
+    return Outcome(line(output, "resumed after round"))
 
 
-@register_fault(
-    "serving-killed",
-    "the server's serving process is killed (-9) in the middle of the second round; `fedspan server` restarts it",
-)
+@register
 def serving_killed(stage: Stage) -> Outcome:
+    """The server's serving process is killed (-9) in the middle of the second round; `fedspan server` restarts it."""
     expected = stage.clean()
     run = stage.submit("serving-killed")
     before = run.in_the_middle()
@@ -518,13 +491,12 @@ def serving_killed(stage: Stage) -> Outcome:
     run.end()
     stage.finished(run, before).require_same(expected)
     stage.made.wait_for("server", "it runs again")
-    return Outcome(line(stage.made.log("server"), "it runs again"), ALL)
+    return Outcome(line(stage.made.log("server"), "it runs again"))
 
 
-@register_fault(
-    "server-down", "the whole server is down for 100 s, longer than an order waits for a node that is offline"
-)
+@register
 def server_down(stage: Stage) -> Outcome:
+    """The whole server is down for 100 s, longer than an order waits for a node that is offline."""
     expected = stage.clean()
     run = stage.submit("server-down")
     before = run.in_the_middle()
@@ -540,56 +512,44 @@ def server_down(stage: Stage) -> Outcome:
     else:
         match = next((one.strip() for one in output.splitlines() if f"{NORTH}:" in one), "nothing: the run goes on")
     stage.finished(run, before).require_same(expected)
-    return Outcome(match, ALL)
+    return Outcome(match)
 
 
-@register_fault(
-    "network-cut",
-    "the network between a node and the server is cut for 80 s in the middle of the second round, so that the server "
-    "takes the node for offline (the node in a network namespace, whose veth is set down)",
-)
+@register
 def network_cut(stage: Stage) -> Outcome:
+    """The network between a node and the server is cut for 80 s in the second round: the node counts as offline.
+
+    The node is in a network namespace, whose veth is set down.
+    """
     expected = stage.clean()
-    stage.leave(NORTH)
-    with open_network():
-        port = stage.made.port
-        stage.join(NORTH, stage.node(NORTH, server=f"{OUTSIDE}:{port}"), ("ip", "netns", "exec", AREA))
-        try:
-            run = stage.submit("network-cut")
-            before = run.in_the_middle(NORTH)
-            run_ip("link", "set", f"{AREA[:12]}0", "down")
-            time.sleep(80)
-            run_ip("link", "set", f"{AREA[:12]}0", "up")
-            output = run.end()
-        finally:
-            stage.leave(NORTH)
-    stage.join(NORTH, stage.node(NORTH))
+    command = ("ip", "netns", "exec", AREA)
+    with open_network(), stage.changed(NORTH, *command, server=f"{OUTSIDE}:{stage.made.port}"):
+        run = stage.submit("network-cut")
+        before = run.in_the_middle(NORTH)
+        run_ip("link", "set", NEAR, "down")
+        time.sleep(80)
+        run_ip("link", "set", NEAR, "up")
+        run.end_without_loss()
     stage.finished(run, before).require_same(expected)
-    require(f"{NORTH}:" not in output, f"the reply was lost: {output[-3000:]}")
-    return Outcome("nothing: the reply came when the network was back", ALL)
+    return Outcome("nothing: the reply came when the network was back")
 
 
-@register_fault(
-    "link-flaps",
-    "the link of a node has 1 Mbit/s and is cut every 5 s during the whole run (a proxy; every cut is a reset)",
-)
+@register
 def link_flaps(stage: Stage) -> Outcome:
+    """The link of a node has 1 Mbit/s and is cut every 5 s during the whole run (a proxy; every cut is a reset)."""
     expected = stage.clean()
-    stage.leave(NORTH)
-    with SlowLink(stage.made.port, 1e6 / 8, 5.0, is_cut=False) as slow:
-        stage.join(NORTH, stage.node(NORTH, server=f"127.0.0.1:{slow.port}"))
-        try:
-            slow.cutting.set()
-            run = stage.submit("link-flaps")
-            run.end()
-        finally:
-            stage.leave(NORTH)
+    with (
+        SlowLink(stage.made.port, 1e6 / 8, 5.0, is_cut=False) as slow,
+        stage.changed(NORTH, server=f"127.0.0.1:{slow.port}"),
+    ):
+        slow.cutting.set()
+        run = stage.submit("link-flaps")
+        run.end()
+        output = stage.made.log(NORTH)
         require(slow.cuts > 3, "the link was hardly cut")
-    output = stage.made.log(NORTH)
-    stage.join(NORTH, stage.node(NORTH))
     stage.finished(run, []).require_same(expected)
     is_seen = "no connection to" in output
-    return Outcome(line(output, "no connection to") if is_seen else "nothing: the replies came in time", ALL)
+    return Outcome(line(output, "no connection to") if is_seen else "nothing: the replies came in time")
 
 
 def run_ip(*arguments: str) -> None:
@@ -599,16 +559,15 @@ def run_ip(*arguments: str) -> None:
 @contextlib.contextmanager
 def open_network() -> Iterator[None]:
     """A namespace with an interface of its own to this machine."""
-    near, far = f"{AREA[:12]}0", f"{AREA[:12]}1"
     run_ip("netns", "add", AREA)
     try:
-        run_ip("link", "add", near, "type", "veth", "peer", "name", far)
-        run_ip("link", "set", far, "netns", AREA)
-        run_ip("addr", "add", f"{OUTSIDE}/30", "dev", near)
-        run_ip("link", "set", near, "up")
+        run_ip("link", "add", NEAR, "type", "veth", "peer", "name", FAR)
+        run_ip("link", "set", FAR, "netns", AREA)
+        run_ip("addr", "add", f"{OUTSIDE}/30", "dev", NEAR)
+        run_ip("link", "set", NEAR, "up")
         for arguments in (
-            ("addr", "add", f"{INSIDE}/30", "dev", far),
-            ("link", "set", far, "up"),
+            ("addr", "add", f"{INSIDE}/30", "dev", FAR),
+            ("link", "set", FAR, "up"),
             ("link", "set", "lo", "up"),
         ):
             run_ip("netns", "exec", AREA, "ip", *arguments)
@@ -638,8 +597,9 @@ def mount_small_disk(folder: Path, mib: int) -> Iterator[Callable[[bool], None]]
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@register_fault("server-disk-full", "the disk of the run's folder is full after the first round; freed, and resumed")
+@register
 def server_disk_full(stage: Stage) -> Outcome:
+    """The disk of the run's folder is full after the first round; freed, and resumed."""
     expected = stage.clean()
     with mount_small_disk(stage.folder / "disk", 16) as filled:
         run = stage.submit("server-disk-full", out=stage.folder / "disk" / "run")
@@ -650,13 +610,12 @@ def server_disk_full(stage: Stage) -> Outcome:
         run = stage.resume(run)
         run.end()
         stage.finished(run, before).require_same(expected)
-    return Outcome(line(output, "the disk is full"), ALL)
+    return Outcome(line(output, "the disk is full"))
 
 
-@register_fault(
-    "client-disk-full", "the disk of a node's folder is full in the second round; the run stops; freed, and resumed"
-)
+@register
 def client_disk_full(stage: Stage) -> Outcome:
+    """The disk of a node's folder is full in the second round; the run stops; freed, and resumed."""
     expected = stage.clean()
     stage.leave(NORTH)
     folder = stage.made.folder / f"{NORTH}-disk"
@@ -680,11 +639,12 @@ def client_disk_full(stage: Stage) -> Outcome:
             shutil.copy2(folder / book, usual / book)
     stage.join(NORTH, stage.node(NORTH))
     stage.finished(run, before).require_same(expected)
-    return Outcome(line(output, "error:"), ALL)
+    return Outcome(line(output, "error:"))
 
 
-@register_fault("same-key", "a second node joins with the key of another")
+@register
 def same_key(stage: Stage) -> Outcome:
+    """A second node joins with the key of another."""
     expected = stage.clean()
     known = yaml.safe_load((stage.made.folder / f"{NORTH}.yaml").read_text())
     path = stage.made.folder / "double.yaml"
@@ -700,11 +660,12 @@ def same_key(stage: Stage) -> Outcome:
     finally:
         stage.made.end("double")
     stage.finished(run, before).require_same(expected)
-    return Outcome(line(stage.made.log("double"), "refused the connection"), ALL)
+    return Outcome(line(stage.made.log("double"), "refused the connection"))
 
 
-@register_fault("same-id", "a node that was admitted under another name uses the name of one that is connected")
+@register
 def same_id(stage: Stage) -> Outcome:
+    """A node that was admitted under another name uses the name of one that is connected."""
     expected = stage.clean()
     path = stage.node("twin", NORTH)
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "id": NORTH}))
@@ -712,33 +673,31 @@ def same_id(stage: Stage) -> Outcome:
     stage.join("twin", path)
     try:
         run = stage.submit("same-id")
-        end = time.monotonic() + WAIT
-        while "was admitted as" not in run.said():
-            require(time.monotonic() < end, f"the twin is not refused: {run.said()}")
-            time.sleep(0.1)
+        run.wait(lambda: "was admitted as" in run.said(), "refusal of the twin")
         stage.join(NORTH)
         before = run.in_the_middle()
         output = run.end()
     finally:
         stage.leave("twin")
     stage.finished(run, before).require_same(expected)
-    return Outcome(line(output, "was admitted as"), ALL, "that node")
+    return Outcome(line(output, "was admitted as"), "that node")
 
 
-@register_fault("wrong-authority", "a node trusts another authority than the server's")
+@register
 def wrong_authority(stage: Stage) -> Outcome:
+    """A node trusts another authority than the server's."""
     from fedspan.transports.http.keys import make_authority
 
     make_authority(stage.folder / "other", [])
     path = stage.node("misled", NORTH, authority=str(stage.folder / "other" / "ca.crt"))
     stage.join("misled", path, until="no connection")
     stage.leave("misled")
-    return Outcome(line(stage.made.log("misled"), "no connection"), "no run is touched", "that node")
+    return Outcome(line(stage.made.log("misled"), "no connection"), "that node")
 
 
-@register_fault("version", "a node runs another version of fedspan")
+@register
 def version(stage: Stage) -> Outcome:
-    """The third node can't participate: the run waits for it in vain, and continues with the right one."""
+    """A node runs another version of fedspan: the run waits for it in vain, and continues with the right one."""
     expected, words = stage.clean(), "`version`: "
     stage.leave(WEST)
     os.environ["SPOILT_VERSION"] = "0.0.9"
@@ -748,10 +707,7 @@ def version(stage: Stage) -> Outcome:
         del os.environ["SPOILT_VERSION"]
     try:
         run = stage.submit("version")
-        end = time.monotonic() + WAIT
-        while words not in run.said():
-            require(time.monotonic() < end and run.process.poll() is None, f"not refused: {run.said()}")
-            time.sleep(0.1)
+        run.wait(lambda: words in run.said(), "refusal")
     finally:
         stage.leave(WEST)
         stage.join(WEST, stage.node(WEST))
@@ -760,28 +716,23 @@ def version(stage: Stage) -> Outcome:
     run = stage.resume(run)
     run.end()
     stage.finished(run, []).require_same(expected)
-    return Outcome(line(output, words), ALL + ", resumed with the right node", "that node")
+    return Outcome(line(output, words), "that node")
 
 
-@register_fault("labels", "a node's data hold a label that the run does not have")
+@register
 def labels(stage: Stage) -> Outcome:
-    """Its example is left out, so the model does not depend on what it holds."""
+    """A node's data hold a label that the run does not have; the model does not depend on what its example holds."""
     models, seen = [], ""
-    stage.leave(WEST)
     for name, example in (("label-a", "word1 word2,surgery,west"), ("label-b", "word7 word5 word3,pharmacy,west")):
         path = stage.files[name] = stage.folder / f"{name}.csv"
         path.write_text(f"{stage.files[WEST].read_text()}{example}\n")
-        stage.join(WEST, stage.node(WEST, name))
-        try:
+        with stage.changed(WEST, like=name):
             run = stage.submit(name)
             run.end()
             seen = line(stage.made.log(WEST), "are left out")
-        finally:
-            stage.leave(WEST)
         models.append(stage.finished(run, []))
-    stage.join(WEST, stage.node(WEST))
     models[0].require_same(models[1])
-    return Outcome(seen, "a run with another such example")
+    return Outcome(seen)
 
 
 LOOP = {"name": "loop"}
@@ -789,20 +740,14 @@ LOOP = {"name": "loop"}
 and a node has one client."""
 
 
-@register_fault(
-    "buffered",
-    "asynchronous rounds (`federation.buffered`): a node hangs (SIGSTOP) for two rounds, then another is killed (-9)",
-)
-def buffered_rounds(stage: Stage) -> Outcome:
-    rounds, buffered = 8, {"concurrency": 3}
-    run = stage.submit("buffered", rounds=rounds, clients_per_round=2, min_replies=2, buffered=buffered, engine=LOOP)
+@register
+def buffered(stage: Stage) -> Outcome:
+    """Asynchronous rounds (`federation.buffered`): a node hangs (SIGSTOP) for two rounds, another is killed (-9)."""
+    rounds, fields = 8, {"concurrency": 3}
+    run = stage.submit("buffered", rounds=rounds, clients_per_round=2, min_replies=2, buffered=fields, engine=LOOP)
     before = len(run.in_the_middle())
-    pid = stage.made.processes[WEST].pid
-    os.killpg(pid, signal.SIGSTOP)
-    try:
+    with stopped(stage, WEST):
         run.until(before + 2)
-    finally:
-        os.killpg(pid, signal.SIGCONT)
     stage.made.wait_for_training(SOUTH, seconds=WAIT)
     killed = run.rows()
     stage.made.end(SOUTH)
@@ -814,21 +759,19 @@ def buffered_rounds(stage: Stage) -> Outcome:
     oldest = max(age for replies in arrivals for client, age in replies if client == WEST)
     require(oldest >= 2, f"no reply of {WEST} is to a state of two rounds before: {arrivals}")
     require(SOUTH not in dict(arrivals[-1]), f"{SOUTH} replied after its end: {arrivals}")
-    replay = {"buffered": {**buffered, "replay": str(run.out)}}
-    model.require_same(stage.simulate(run, stage.files["all"], replay))
+    replayed = {"buffered": {**fields, "replay": str(run.out)}}
+    model.require_same(stage.simulate(run, stage.files["all"], replayed))
     seen = f"nothing: {WEST}'s reply counts, and its state is {oldest} rounds old"
-    return Outcome(seen, "bits of a simulation that replays the arrivals", "the killed node, from then on")
+    return Outcome(seen, "the killed node, from then on")
 
 
 BASE, BASE_MIB = "offered", 4
 """Folder and size of a base model that one node does not have."""
 
 
-@register_fault(
-    "base-transfer",
-    "a node is killed (-9) while it receives the base model (`limits.accept_base: true`), and started again",
-)
+@register
 def base_transfer(stage: Stage) -> Outcome:
+    """A node is killed (-9) while it receives the base model (`limits.accept_base: true`), and started again."""
     expected = stage.clean()
     folder = stage.folder / BASE
     shutil.copytree(stage.folder / "bert", folder)
@@ -844,8 +787,9 @@ def base_transfer(stage: Stage) -> Outcome:
         path = stage.node(NORTH, server=f"127.0.0.1:{slow.port}", limits={"accept_base": True})
         stage.join(NORTH, path)
         run = stage.submit("base-transfer", base=BASE)
-        arrived = wait_for_size(received, weights.name, BASE_MIB << 19)
+        run.wait(lambda: count_bytes(received, weights.name) >= BASE_MIB << 19, "base model")
         stage.made.end(NORTH)
+        arrived = count_bytes(received, weights.name)
         require(arrived < weights.stat().st_size, "the node was killed too late")
         transmitted = slow.received
         stage.join(NORTH, path)
@@ -861,66 +805,50 @@ def base_transfer(stage: Stage) -> Outcome:
     for file in copy.iterdir():
         require(file.read_bytes() == (folder / file.name).read_bytes(), f"{file.name} is another")
     stage.finished(run, []).require_same(expected)
-    return Outcome(line(output, "receives the base model"), ALL + "; the model's files are equal by bytes")
+    return Outcome(line(output, "receives the base model"))
 
 
-def wait_for_size(folder: Path, name: str, size: int) -> int:
-    """Wait until a file below a folder has a size, and return its size then."""
-    end = time.monotonic() + WAIT
-    while True:
-        sizes = [path.stat().st_size for path in folder.glob(f"*/{name}")]
-        if sizes and max(sizes) >= size:
-            return max(sizes)
-        require(time.monotonic() < end, f"{name} has {sizes} bytes after {WAIT:g} s")
-        time.sleep(0.05)
+def count_bytes(folder: Path, name: str) -> int:
+    """Return the size of the largest file of a name in the folders of a folder; 0: there is none."""
+    return max((path.stat().st_size for path in folder.glob(f"*/{name}")), default=0)
 
 
 LARGE, LARGE_RANK = "large", 512
 """Folder of a model whose adapter has 20 MB, and the adapter's rank."""
 
 
-@register_fault(
-    "large-messages",
-    "an order and a reply of 20 MB over a link of 1 Mbit/s that is cut every 4 s (a proxy; every cut is a reset)",
-)
+@register
 def large_messages(stage: Stage) -> Outcome:
+    """An order and a reply of 20 MB over a link of 1 Mbit/s that is cut every 4 s (a proxy; every cut is a reset)."""
     with open_large_scene(stage, 1e6 / 8, 4.0) as scene:
         run = scene.submit()
-        output = run.end()
+        run.end_without_loss()
     link, size = scene.link, scene.message_bytes
     messages = link.received / size  # the model for training, and after the round for its evaluation
     require(link.cuts > 50, f"the link was cut {link.cuts} times")
     require(link.up < 1.1 * size, f"{link.up} bytes for a reply of {size}")
     require(messages < 1.1 * round(messages), f"{link.received} bytes for orders of {size}")
-    require(f"{NORTH}:" not in output, f"the reply was lost: {output[-3000:]}")
     stage.finished(run, [], 1).require_same(scene.expected)
     return Outcome(
-        f"nothing: the link was cut {link.cuts} times, and {link.up / size:.2f} times the reply's bytes passed it", ALL
+        f"nothing: the link was cut {link.cuts} times; {link.up / size:.2f} times the reply's bytes passed it"
     )
 
 
-@register_fault(
-    "interrupted-reply",
-    "a node is killed (-9) when it has sent half of a reply of 2.6 MB (1 Mbit/s), and started again",
-)
+@register
 def interrupted_reply(stage: Stage) -> Outcome:
+    """A node is killed (-9) when it has sent half of a reply of 2.6 MB (1 Mbit/s), and started again."""
     return interrupt_reply(stage, 1e6 / 8, 64)
 
 
-@register_fault(
-    "interrupted-pieces",
-    "the fault `interrupted-reply` with a reply of 7.9 MB (4 Mbit/s), which is announced and sent in pieces",
-)
+@register
 def interrupted_pieces(stage: Stage) -> Outcome:
+    """The fault `interrupted-reply` with a reply of 7.9 MB (4 Mbit/s), which is announced and sent in pieces."""
     return interrupt_reply(stage, 4e6 / 8, 192)
 
 
-@register_fault(
-    "server-stopped",
-    "`fedspan server` is stopped (SIGTERM) when a node has sent half of a reply of 2.6 MB (1 Mbit/s), and started "
-    "again",
-)
+@register
 def server_stopped(stage: Stage) -> Outcome:
+    """`fedspan server` is stopped (SIGTERM) after half of a reply of 2.6 MB (1 Mbit/s), and started again."""
     with open_large_scene(stage, 1e6 / 8, rank=64) as scene:
         run = scene.submit()
         scene.wait_for_half(run)
@@ -928,11 +856,10 @@ def server_stopped(stage: Stage) -> Outcome:
         require(stage.made.processes["server"].wait(60) == 0, "the server did not end")
         (stage.made.folder / "server.log").unlink()
         stage.made.start_server()
-        output = run.end()
+        run.end_without_loss()
         seen = line(stage.made.log(NORTH), "no connection to")
-    require(f"{NORTH}:" not in output, f"the reply was lost: {output[-3000:]}")
     stage.finished(run, [], 1).require_same(scene.expected)
-    return Outcome(seen, ALL)
+    return Outcome(seen)
 
 
 def interrupt_reply(stage: Stage, rate: float, rank: int) -> Outcome:
@@ -949,11 +876,10 @@ def interrupt_reply(stage: Stage, rate: float, rank: int) -> Outcome:
         stage.made.end(NORTH)
         scene.link.cut()  # with what the system has buffered of the reply
         stage.join(NORTH)
-        output = run.end()
+        run.end_without_loss()
         seen = line(stage.made.log(NORTH), "its reply is sent again")
-    require(f"{NORTH}:" not in output, f"the reply was lost: {output[-3000:]}")
     stage.finished(run, [], 1).require_same(scene.expected)
-    return Outcome(seen, ALL)
+    return Outcome(seen)
 
 
 @dataclass(frozen=True)
@@ -974,10 +900,7 @@ class LargeScene:
 
     def wait_for_half(self, run: Submitted) -> None:
         """Wait until the first node has sent half of its reply."""
-        end = time.monotonic() + WAIT
-        while self.link.up < self.message_bytes / 2:
-            require(time.monotonic() < end and run.process.poll() is None, f"no reply: {run.said()[-3000:]}")
-            time.sleep(0.05)
+        run.wait(lambda: self.link.up >= self.message_bytes / 2, "reply")
 
 
 @contextlib.contextmanager
@@ -1025,12 +948,9 @@ def open_large_scene(
 LATE, LATE_ROUNDS = "east", 16
 
 
-@register_fault(
-    "joins-and-leaves",
-    "a fourth node is admitted after the first round, and another one is stopped (SIGTERM) once it participates "
-    "(`federation.late_joiners: true`)",
-)
+@register
 def joins_and_leaves(stage: Stage) -> Outcome:
+    """A fourth node is admitted after the first round; another one is stopped (SIGTERM) once it participates."""
     folder = stage.folder / "four"
     folder.mkdir()
     files = site_files(stage.folder / "corpus.csv", folder, (*SITES, LATE))
@@ -1041,7 +961,7 @@ def joins_and_leaves(stage: Stage) -> Outcome:
     run.until(1)
     stage.made.call_here("admit", f"{key}.pub", "--as", LATE, "--server", str(stage.made.server))
     stage.join(LATE, stage.node(LATE))
-    run.until_event("joined")
+    run.wait(lambda: any("joined" in json.loads(row) for row in run.rows()), "client that joined")
     os.kill(stage.made.processes[SOUTH].pid, signal.SIGTERM)
     output = run.end()
     stage.restore()
@@ -1055,21 +975,7 @@ def joins_and_leaves(stage: Stage) -> Outcome:
     last = left - 1 - ((left - 1, SOUTH, "train") in failures)  # it may be stopped at the moment when a round begins
     presence = {"present": {LATE: [joined, None], SOUTH: [1, last]}}
     model.require_same(stage.simulate(run, files["all"], {"late_joiners": False}, simulation=presence))
-    state = "bits of a simulation with the same clients in each round"
-    return Outcome(line(output, f"{LATE} has joined"), state, f"that node, from round {left} on")
-
-
-def redact(text: str, folder: Path) -> str:
-    return text.replace(str(folder), "FOLDER")
-
-
-def format_table(outcomes: Mapping[str, Outcome]) -> str:
-    columns = ("fault", "whose reply did not count", "s", "date", "commit")
-    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for name, outcome in outcomes.items():
-        cells = (f"`{name}`", outcome.left_out, f"{outcome.seconds:.0f}", outcome.date, outcome.commit)
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+    return Outcome(line(output, f"{LATE} has joined"), f"that node, from round {left} on")
 
 
 PAGE = """# Faults
@@ -1085,108 +991,84 @@ Command: `python -m evidence.regression.faults --page docs/results/faults.md`. M
 torch {torch}. Seconds are those of the whole fault, from the start of `fedspan submit` to the exported model, beside
 other work.
 
-{table}
+| fault | whose reply did not count | s | date | commit |
+|---|---|---|---|---|
+{rows}
 {missing}"""
 
 
 def call_git(*arguments: str) -> str:
     command = ["git", "-C", str(HERE.parents[1]), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-class Record:
-    """Outcomes from one or several calls, each with its commit.
-
-    Args:
-        path: File that they are stored in; None: they are not stored.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self.path, self.date = path, datetime.date.today().isoformat()
-        self.commit = call_git("rev-parse", "--short", "HEAD").strip()
-        if call_git("status", "--porcelain", "src", "evidence", "tests"):
-            self.commit += " with changes"
-        self.outcomes = self._read()
-
-    def _read(self) -> dict[str, Outcome]:
-        if self.path is None or not self.path.exists():
-            return {}
-        stored = json.loads(self.path.read_text(encoding="utf-8"))
-        return {name: Outcome(**fields) for name, fields in stored.items()}
-
-    def add(self, name: str, outcome: Outcome) -> None:
-        """Add an outcome, and store it with those in the file, which another call may have extended."""
-        known = {**self.outcomes, **self._read(), name: replace(outcome, date=self.date, commit=self.commit)}
-        self.outcomes = {name: known[name] for name in FAULTS if name in known}
-        if self.path is not None:
-            stored = {name: asdict(one) for name, one in self.outcomes.items()}
-            self.path.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+def read_page(path: Path | None) -> dict[str, str]:
+    """The rows of a page by fault."""
+    text = path.read_text(encoding="utf-8") if path is not None and path.exists() else ""
+    return {match[1]: match[0] for match in re.finditer(r"(?m)^\| `([a-z-]+)` \|.*$", text)}
 
 
-def run_scenarios(names: Sequence[str], record: Record, path: Path | None) -> dict[str, str]:
-    """Inject faults into one deployment, and return the errors of those that had consequences.
+def format_page(rows: Mapping[str, str]) -> str:
+    """The page of the faults' rows."""
+    missing = ", ".join(f"`{name}`" for name in FAULTS if name not in rows)
+    return PAGE.format(
+        machine=platform.machine(),
+        cores=os.cpu_count(),
+        torch=torch.__version__,
+        rows="\n".join(rows[name] for name in FAULTS if name in rows),
+        missing=f"\nNot run: {missing}.\n" if missing else "",
+    )
+
+
+def run_scenarios(names: Sequence[str], rows: dict[str, str], path: Path | None) -> list[str]:
+    """Inject faults into one deployment, and return those that had consequences.
 
     Args:
         names: The faults.
-        record: Takes the outcomes.
+        rows: The page's rows, which theirs are added to.
         path: File of the page, which is written after every fault, because all of them take long; None: none.
     """
-    failed: dict[str, str] = {}
+    failed: list[str] = []
+    date, commit = datetime.date.today().isoformat(), call_git("rev-parse", "--short", "HEAD")
+    if call_git("status", "--porcelain", "src", "evidence", "tests"):
+        commit += " with changes"
     with tempfile.TemporaryDirectory(prefix="fedspan-faults-") as folder_name:
         stage = Stage(Path(folder_name))
         with stage.made:
             for site in SITES:
                 stage.join(site, stage.node(site))
             for name in names:
-                began, stage.work = time.monotonic(), (None, None)
+                began = time.monotonic()
                 try:
-                    outcome = FAULTS[name][1](stage)
+                    outcome = FAULTS[name](stage)
                 except AssertionError as error:  # also of who waits for a process in vain
-                    failed[name] = str(error)
+                    failed.append(name)
+                    rows.pop(name, None)
                     print(f"FAILED {name}: {error}", flush=True)
                     stage.restore()
                     continue
-                seconds, (rounds, steps) = time.monotonic() - began, stage.work
-                outcome = replace(outcome, seen=redact(outcome.seen, stage.folder), rounds=rounds, steps=steps)
-                outcome = replace(outcome, seconds=round(seconds))
-                record.add(name, outcome)
-                print(f"{seconds:4.0f} s  {name}: {outcome.seen}", flush=True)
+                seconds = f"{time.monotonic() - began:.0f}"
+                rows[name] = f"| {' | '.join((f'`{name}`', outcome.left_out, seconds, date, commit))} |"
+                print(f"{seconds} s  {name}: {outcome.seen}", flush=True)
                 if path is not None:
-                    path.write_text(page(record), encoding="utf-8")
+                    path.write_text(format_page(rows), encoding="utf-8")
     return failed
 
 
 def main() -> None:
     """Do them, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "faults", nargs="*", help=f"of {', '.join(FAULTS)}; left out: all that the record does not have"
-    )
+    parser.add_argument("faults", nargs="*", metavar="fault", help=f"of {', '.join(FAULTS)}; left out: all")
     parser.add_argument("--page", type=Path, help="write the table to this file, after every fault")
-    parser.add_argument("--record", type=Path, help="store the outcomes in this file, beside those of earlier calls")
     args = parser.parse_args()
     if unknown := set(args.faults) - set(FAULTS):
         parser.error(f"no such fault: {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
-    record = Record(args.record)
-    names = args.faults or [name for name in FAULTS if name not in record.outcomes]
-    failed = run_scenarios(names, record, args.page) if names else {}
-    text = page(record)
-    print(text)
-    if args.page:
-        args.page.write_text(text, encoding="utf-8")
+    rows = read_page(args.page) if args.faults else {}
+    names = args.faults or list(FAULTS)
+    failed = run_scenarios(names, rows, args.page)
+    print(format_page(rows))
     if failed:
-        sys.exit(f"{len(failed)} of {len(record.outcomes) + len(failed)} faults had consequences: {', '.join(failed)}")
-
-
-def page(record: Record) -> str:
-    missing = [name for name in FAULTS if name not in record.outcomes]
-    return PAGE.format(
-        machine=platform.machine(),
-        cores=os.cpu_count(),
-        torch=torch.__version__,
-        table=format_table(record.outcomes),
-        missing="" if not missing else "\nNot run: " + ", ".join(f"`{name}`" for name in missing) + ".\n",
-    )
+        sys.exit(f"{len(failed)} of {len(names)} faults had consequences: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -334,7 +334,7 @@ def page(
         verdict = _format_verdict(all(judged)) if judged else "not judged"
         memory.append(f"| {one.nodes} | {early} and {one.rounds} | {cells} | {verdict} |")
         good = good and ok and few and all(judged)
-    from evidence.pages.engines.page import describe_machine  # it loads torch, which the nodes' processes do without
+    from evidence.claims.report import describe_machine  # it loads torch, which the nodes' processes do without
 
     large = "".join(f"| {description} | {outcome} | {_format_verdict(ok)} |\n" for description, outcome, ok in messages)
     text = PAGE.format(

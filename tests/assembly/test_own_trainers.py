@@ -287,11 +287,9 @@ def test_a_trainer_that_replaces_the_optimizer_is_refused_at_once(tiny_folder: P
 
 
 def test_a_trainer_that_keeps_a_set_optimizer_may_make_its_own(tiny_folder: Path, tmp_path: Path) -> None:
-    def create(trainer: Any, *args: Any) -> torch.optim.Optimizer:
-        return trainer.optimizer or _replace_optimizer(trainer)
-
     trainer = make_trainer(tiny_folder, "east")
-    trainer.__class__ = type("Own", (type(trainer),), {"create_optimizer": create})
+    methods = {"create_optimizer": lambda self, *_: self.optimizer or _replace_optimizer(self)}
+    trainer.__class__ = type("Own", (type(trainer),), methods)
     report = fedspan.simulate(settings(federation={"rounds": 1}), tmp_path / "run", trainers={"east": trainer})
     assert report.rounds == 1
 

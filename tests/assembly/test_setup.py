@@ -5,6 +5,7 @@ import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -98,11 +99,9 @@ def test_diagnoses_need_clients_in_this_process(tmp_path: Path) -> None:
 def test_an_invalid_config_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "resolve_pooling", lambda config: (config, None))  # which loads the model's config
 
-    def refuse(*_: Any) -> Any:
-        raise FedspanError("data.train", "train.csv", "a file")
-
+    build = Mock(side_effect=FedspanError("data.train", "train.csv", "a file"))
     with pytest.raises(FedspanError, match=r"data\.train"):
-        run(CONFIG, tmp_path / "run", build=refuse)
+        run(CONFIG, tmp_path / "run", build=build)
     assert not (tmp_path / "run").exists()
 
 
@@ -180,11 +179,8 @@ def test_the_start_of_a_run_is_evaluated_as_before_a_plan_is_known(
         plans.append(engine.stacking)
         return evaluate(evaluator, progress)
 
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(Worker, "run", stop)
+        patched.setattr(Worker, "run", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             fedspan.run(values, tmp_path / "run", progress=False)
     assert (tmp_path / "run" / "engine.json").exists()

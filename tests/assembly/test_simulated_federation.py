@@ -580,11 +580,8 @@ def test_without_enough_statistics_a_named_start_is_an_error(tiny_folder: Path, 
 
 def test_nodes_that_refuse_statistics_do_not_stop_a_deployment(tiny_folder: Path, tmp_path: Path) -> None:
     service = NodeService(node_service.node(tiny_folder, tmp_path / "node", limits={"head_statistics": False}))
-
-    def build(config: Any, partition: Any, key: bytes | None, callbacks: Any) -> Prepared:
-        return node_service.served(tiny_folder, service, model={"head_init": "lda"})[0]
-
+    run, _ = node_service.served(tiny_folder, service, model={"head_init": "lda"})
     config = build_server_config(node_service.values(tiny_folder, model={"head_init": "lda"}))
-    report = start.run(config, tmp_path / "run", build=build)
+    report = start.run(config, tmp_path / "run", build=lambda *_: run)
     assert (report.rounds, report.start["head_init"]) == (3, "random")
     assert "no statistics of examples leave this node" in report.start["reason"]

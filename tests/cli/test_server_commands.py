@@ -271,6 +271,8 @@ def test_the_commands_show_and_decide(tiny_folder: Path, tmp_path: Path) -> None
     assert runner.invoke(get_program(), ["approve", str(file), "--refuse"]).exit_code == 2
     decided = runner.invoke(get_program(), ["approve", str(file), request.job[:6]])
     assert decided.output.startswith(f"approved job {request.job[:16]}")
+    again = runner.invoke(get_program(), ["approve", str(file)])
+    assert again.output == f"job {request.job[:16]}  approved, requested {request.requested_at}\n"
     audited = runner.invoke(get_program(), ["audit", str(tmp_path / "kept")])
     assert audited.exit_code == 0
     assert "job approved" in audited.output

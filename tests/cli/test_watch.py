@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -36,13 +37,10 @@ def test_the_page_is_shown_until_ctrl_c(
         assert url == Page.url
         yield tmp_path / "redirect.html"
 
-    def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(web, "WebPage", Page)
     monkeypatch.setattr(web, "write_redirect", write_redirect)
     monkeypatch.setattr(webbrowser, "open", events.append)
-    monkeypatch.setattr(time, "sleep", interrupt)
+    monkeypatch.setattr(time, "sleep", Mock(side_effect=KeyboardInterrupt))
     result = call("watch", tmp_path / "run", "--port", 9, *(["--open"] if is_opened else []))
     assert result.exit_code == 0, result.output
     assert "is shown at\n  http://127.0.0.1:7/secret\nuntil Ctrl-C" in result.output

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -231,10 +232,8 @@ def test_progress_is_deleted_when_the_round_is_evaluated(tiny_folder: Path, tmp_
 def test_a_disk_that_refuses_a_checkpoint_stops_no_training(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: CapturedLog
 ) -> None:
-    def refuse(*args: Any, **options: Any) -> None:
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-    monkeypatch.setattr("fedspan.clients.job_checkpoints.write_atomic", refuse)
+    error = OSError(errno.ENOSPC, "no space left on device")
+    monkeypatch.setattr("fedspan.clients.job_checkpoints.write_atomic", Mock(side_effect=error))
     with caplog.at_level(logging.WARNING, logger="fedspan.node"):
         train(run(tiny_folder, tmp_path / "a", "plain", checkpoint_steps=1)[0])
     assert "no checkpoint after step 1" in caplog.text

@@ -13,7 +13,7 @@ from fedspan.config import load_config, override, parse_config
 from fedspan.config.model import ModelConfig
 from fedspan.config.node import NodeConfig, NodeLimits, load_node, require_data
 from fedspan.config.sections import ClusterConfig, EngineConfig, EvaluationConfig, SimulationConfig
-from fedspan.config.tags import MOST_TAGS, Tags, explain_missing_tags
+from fedspan.config.tags import MAX_TAGS, Tags, explain_missing_tags
 from fedspan.core.noise import derive_seed_key
 from fedspan.core.values import OptimizerSpec
 from fedspan.errors import FedspanError
@@ -133,6 +133,15 @@ def test_a_clip_whose_sums_or_steps_a_float32_does_not_hold_is_refused(clip: flo
         parse_config({**VALID, "privacy": {"mechanism": "dp-sgd", "noise": 1.0, "clip": bound}})
     with pytest.raises(FedspanError, match=r"privacy\.clip"):
         parse_config({**VALID, "privacy": {"mechanism": "dp-sgd", "noise": 1.0, "clip": clip}})
+
+
+@pytest.mark.parametrize("noise", [1e-160, 9e-10, 1.1e9, 1e160])
+def test_a_noise_whose_square_no_accountant_holds_is_refused(noise: float) -> None:
+    """At a rate of 0.1, the accountant did not finish with 1e-160."""
+    for bound in (1e-9, 1e9):
+        parse_config({**VALID, "privacy": {"mechanism": "dp-sgd", "noise": bound}})
+    with pytest.raises(FedspanError, match=r"privacy\.noise"):
+        parse_config({**VALID, "privacy": {"mechanism": "dp-sgd", "noise": noise}})
 
 
 RULES = ("median", "trimmed-mean", "multi-krum", "geometric-median", "flame")
@@ -366,7 +375,7 @@ def test_plain_values_are_the_text_that_was_written() -> None:
         {"a": ["b"]},
         {"a": "\x1b[2J"},
         {"a\x00": "b"},
-        {f"tag {number}": "a" for number in range(MOST_TAGS + 1)},
+        {f"tag {number}": "a" for number in range(MAX_TAGS + 1)},
     ],
 )
 def test_what_is_no_tag_is_refused(tags: dict[str, object]) -> None:
@@ -375,7 +384,7 @@ def test_what_is_no_tag_is_refused(tags: dict[str, object]) -> None:
 
 
 def test_as_many_and_as_long_as_allowed() -> None:
-    tags = {f"{number:064}": "b" * 64 for number in range(MOST_TAGS)}
+    tags = {f"{number:064}": "b" * 64 for number in range(MAX_TAGS)}
     assert TypeAdapter(Tags).validate_python(tags) == tags
 
 

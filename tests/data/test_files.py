@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import pandas as pd
@@ -65,11 +66,7 @@ def test_any_text_survives_jsonl(tmp_path: Path, texts: list[str]) -> None:
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
 def test_no_table_is_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
     """datasets hashes a table in memory by pickling it, in several times its size."""
-
-    def refuse(dataset: object) -> str:
-        raise AssertionError
-
-    monkeypatch.setattr(datasets.arrow_dataset, "generate_fingerprint", refuse)
+    monkeypatch.setattr(datasets.arrow_dataset, "generate_fingerprint", Mock(side_effect=AssertionError))
     data = load(config_for(write_as(tmp_path, suffix), test_fraction=0.5))
     assert data.test is not None
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -169,10 +170,7 @@ def test_labels_that_do_not_fit_are_refused(refused: Refused) -> None:
 def test_a_hub_data_set_that_cannot_be_had(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, error: Exception, field: str, value: str, words: list[str]
 ) -> None:
-    def load_dataset(*args: object, **options: object) -> None:
-        raise error
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=error))
     refused(field, value, words, load, config("o/n", hub_config="c"))
 
 

@@ -4,6 +4,7 @@ import json
 import random
 import socket
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import matplotlib as mpl
@@ -113,10 +114,7 @@ def test_the_rows_are_those_of_flower(messages: datasets.Dataset, config: Partit
 
 
 def test_nothing_is_sent_and_no_global_is_set(messages: datasets.Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
-        raise AssertionError("a connection was opened")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket.socket, "connect", Mock(side_effect=AssertionError("a connection was opened")))
     for config in KINDS:
         partition(messages, config, seed=0)
     from flwr_datasets.common import telemetry

@@ -310,7 +310,7 @@ def test_a_check_passes_and_says_what_it_saw(tmp_path: Path, monkeypatch: pytest
     write_examples(bundle / "data" / "train.csv")
     said = call("join", str(bundle / "node.yaml"), "--check")
     assert "node clinic-a" in said
-    assert "data: 20 training examples, read for sequence-classification" in said
+    assert "data: 20 examples, about 16 of them for training, read for sequence-classification" in said
     assert "scores: none will be sent, because about 2 examples are for validation" in said
     assert "server: reached" in said
     (bundle / "node.key").chmod(0o644)
@@ -324,9 +324,9 @@ CSV = {"train": "a/train.csv"}
 @pytest.mark.parametrize(
     ("columns", "data", "said"),
     [
-        ("text,label", {"train": "{site}/train.csv"}, "20 training examples"),
+        ("text,label", {"train": "{site}/train.csv"}, "20 examples, about 16 of them"),
         ("text,label", {"train": "builtin:patient-messages"}, "read for sequence-classification"),
-        ("note,category", {**CSV, "text": "note", "label": "category"}, "20 training examples"),
+        ("note,category", {**CSV, "text": "note", "label": "category"}, "20 examples, about 16 of them"),
         ("prompt,answer", {**CSV, "prompt": "{prompt}"}, "read for causal-lm"),
         ("text,label", {}, "fedspan.join(file, trainer=...)"),
     ],
@@ -351,7 +351,7 @@ def test_a_check_loads_all_data(
         ),
         ("text,label", 20, {**CSV, "label": "kind"}, "data.label", r"no column named 'kind'"),
         ("note,label", 20, CSV, "data.text", r"no column named 'text'.*\(text: note, label: label"),
-        ("text,label", 15, CSV, "data.train", r"15 examples.*at least 16 \(limits\.train_examples\)"),
+        ("text,label", 19, CSV, "data.train", r"19 examples, 15 of them .*at least 16 \(limits\.train_examples\)"),
         ("text,label", 20, {"train": "b/train.csv"}, "data.train", r"b/train\.csv"),
         ("text,label", 20, {"train": "{site}/b.csv"}, "data.train", r"no file"),
         ("text,label", 20, {**CSV, "txet": "text"}, "data.txet", r"Did you mean 'text'"),

@@ -553,6 +553,10 @@ def test_an_error_while_an_order_runs_tells_the_server_nothing_of_data_or_paths(
                     patch.setattr(place, fail)
                     reply = transport.service.answer(replace(orders[task], serial=serial).to_envelope())
                 assert MARKER in caplog.text, f"{place} was not called"
-                assert (decode_reply(reply).failed or "").endswith("; see the client's own log"), reply
+                failed = decode_reply(reply).failed
+                if place.endswith(".collate") and task == "evaluate" and not isinstance(error, FedspanError):
+                    assert failed is None, "noise hides whether an evaluation fails"
+                else:
+                    assert (failed or "").endswith("; see the client's own log"), reply
                 assert MARKER not in reply.header
                 assert reply.body == b""

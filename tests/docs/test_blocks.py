@@ -5,6 +5,7 @@ module are compared with it.
 """
 
 import csv
+import importlib
 import json
 import os
 import re
@@ -26,6 +27,7 @@ import torch
 import yaml
 from click.testing import CliRunner
 from ray.cluster_utils import Cluster
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
@@ -33,6 +35,7 @@ import fedspan
 from fedspan.config import parse_config
 from fedspan.config.node import NodeConfig
 from fedspan.core.method import Method
+from fedspan.methods import registry
 from helpers import tiny, tiny_decoders
 from helpers.code_blocks import COMMANDS, PAGES, ROOT, Block, blocks_of, calls
 from helpers.command_line import get_program
@@ -178,7 +181,7 @@ def test_the_lines_of_an_own_trainer_are_the_example_s() -> None:
     body = script.partition("def federate(")[2].partition("\n\n\n")[0].splitlines()[1:]
     assert [line[2:] for line in diff[1:]] == [line.removeprefix("    ") for line in body if line]
     assert [line[0] for line in diff] == ["-", *"++++"]
-    (config,) = [block.text for block in blocks if block.language == "yaml"]
+    config, _ = [block.text for block in blocks if block.language == "yaml"]
     comment, _, values = (ROOT / "examples" / "own_trainer.yaml").read_text(encoding="utf-8").partition("\n")
     assert comment.startswith("# ")
     assert config.strip() == values.strip()
@@ -195,6 +198,24 @@ def test_the_plain_loop_of_an_own_trainer_trains(tiny_folder: Path, tmp_path: Pa
     config = {"model": {"target_modules": tiny.BERT}, "method": {"name": "fedit", "r": 2}, "federation": {"rounds": 1}}
     report = fedspan.simulate(config, tmp_path / "run", trainers={"east": values["trainer"]})
     assert report.scores["validation"]["loss"] == pytest.approx(1.5)
+
+
+def test_the_first_pieces_of_adding_a_method_are_a_method_that_runs(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one file, as a reader pastes them, they train what FFA-LoRA trains."""
+    page = (ROOT / "docs" / "adding-a-method.md").read_text(encoding="utf-8").partition("\n## 6")[0]
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "pasted.py").write_text("\n".join(re.findall(r"(?ms)^```python\n(.*?)^```", page)), encoding="utf-8")
+    pasted = importlib.import_module("pasted").FFALoRA
+    monkeypatch.setitem(registry._methods, "pasted", pasted)
+    fedspan.register("pasted", pasted)
+    trained: list[dict[str, torch.Tensor]] = []
+    for key in ("pasted", "ffa-lora"):
+        fedspan.run(tiny.settings(tiny_folder, federation={"rounds": 1}, method={"name": key}), tmp_path / key)
+        trained.append(load_file(tmp_path / key / "adapter" / "adapter_model.safetensors"))
+    assert trained[0].keys() == trained[1].keys()
+    assert all(torch.equal(tensor, trained[1][name]) for name, tensor in trained[0].items())
 
 
 @pytest.mark.slow

@@ -253,11 +253,7 @@ def test_no_client_makes_a_variance_negative(wrapper: str | None, images: Path) 
     wrappers = {"wrappers": [{"name": wrapper}]} if wrapper else {}
     federation = normalized(images, wrappers, clip_ratio=None, max_norm_ratio=None)
     variances = [name for name in federation.begin().state.tensors if name.endswith("running_var")]
-
-    def tamper(order: Order, _: Message, reply: Message) -> Message:
-        return lower_variances(reply) if order.to == VICTIM else reply
-
-    federation.transport.host.tamper = tamper
+    federation.transport.host.tamper = lambda order, _, reply: lower_variances(reply) if order.to == VICTIM else reply
     progress = federation.begin()
     for _ in range(3):
         result = federation.run_round(progress)

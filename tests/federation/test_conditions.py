@@ -553,7 +553,7 @@ def test_an_evaluation_does_not_wait_for_an_absent_client(tiny_folder: Path) -> 
     assert tuple(asked) == IDS
     assert not ended  # nobody was measured yet: the absent one is needed
     with pytest.MonkeyPatch.context() as patch:
-        scores = SimpleNamespace(task="evaluate", round=3, scores={})
+        scores = SimpleNamespace(task="evaluate", round=3, scores={"test": {"examples": 0.0}})
         patch.setattr(federation_round, "open_reply", lambda id: SimpleNamespace(**vars(scores), id=id))
         replies.update({id: id for id in IDS})
         evaluator.evaluate_clients(progress)

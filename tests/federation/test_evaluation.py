@@ -234,6 +234,28 @@ def test_asynchronous_evaluations_do_not_wait_for_nodes_that_missed_the_last_one
     assert waited == [True, True, False, False, True, False]
 
 
+def test_a_client_that_has_no_scores_to_send_is_not_asked_again(prepared: Prepared) -> None:
+    """A model for each client and round would be more traffic than training, for nothing."""
+    old, asked = prepared.federation, list[set[str]]()
+    few, *others = sorted(old.clients)
+
+    class Few(Reporting):
+        def replies(self, envelopes: Mapping[str, Envelope], *args: Any, **options: Any) -> Replies:
+            asked.append(set(envelopes))
+            for id, envelope in super().replies(envelopes, *args, **options):
+                yield id, Reply("evaluate", 0, 0, id).to_envelope() if id in unscored else envelope
+
+    transport = Few(dict.fromkeys(old.clients, HONEST))
+    federation = Federation(old.method, old.engine, old.clients, old.examples, old.settings, transport)
+    evaluator, unscored = RemoteEvaluator(federation, 32), {few}
+    for _ in range(2):
+        scores, _ = evaluator.evaluate_clients(federation.begin())
+        assert set(scores.by_client) == set(others)
+    unscored.update(others)
+    assert [evaluator.evaluate_clients(federation.begin()) for _ in range(2)] == [(None, None)] * 2
+    assert [ids for ids in asked if ids] == [{few, *others}, set(others), set(others)]
+
+
 def reply(*losses: float) -> Reply:
     return Reply("train", 0, 0, "a", tuple(Part(loss=loss, examples=4.0) for loss in losses))
 

@@ -33,6 +33,7 @@ from fedspan.training.jobs import Privacy, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.wrappers.extras import WithExtras
 from helpers import tiny
+from helpers.remote_federation import require_whole_resend
 from helpers.reply_transport import Replies, ReplyingTransport
 from helpers.toys.problem import Problem
 
@@ -274,18 +275,7 @@ def test_a_late_client_continues_from_what_counted_last(tiny_folder: Path, tmp_p
 
 def test_a_client_that_lost_its_states_is_sent_everything(tiny_folder: Path, tmp_path: Path) -> None:
     config = tiny.config(tiny_folder, method={"name": "fedloru"}, federation={"clients_per_round": None})
-    built = prepare(config)
-    found = federation(built, tmp_path, good)
-    progress = found.run_round(found.begin()).progress
-    lost = next(path for path in tmp_path.rglob("*.safetensors"))
-    lost.write_bytes(lost.read_bytes()[:-1])
-    result = found.run_round(progress)
-    (failure,) = result.failures
-    assert "client memory" in failure.reason
-    assert failure.client not in result.progress.last_rounds
-    after = found.run_round(result.progress)
-    assert not after.failures
-    assert set(after.progress.last_rounds.values()) == {2}
+    require_whole_resend(federation(prepare(config), tmp_path, good), tmp_path)
 
 
 def test_a_client_that_loses_its_state_in_every_round_is_absent(built: Prepared, tmp_path: Path) -> None:

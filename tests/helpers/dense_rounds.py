@@ -4,6 +4,7 @@ The federation is that of the toys: a perceptron with target layers of 8 x 5 and
 full-batch gradient descent. An oracle says what each client trains, and what the server makes of it.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -114,12 +115,19 @@ def follow(
         model = oracle.model()
         for layer in LAYERS:
             assert close(made.get_weight(layer), model[layer], tolerance), (number, layer)
-        for name in HEAD:
-            assert close(made.state.tensors[f"extras/{name}"], head[name], tolerance)
+        require_state(made, head, tolerance=tolerance)
         steady = steady and len(cohort) == len(problem.client_ids)
         if steady:
             assert all(made.elements[id] == made.declare_claims(id, number) for id in ids)
     assert all(float((model[layer] - problem.to_dense(layer)[layer]).norm()) > 0.01 for layer in LAYERS)
+
+
+def require_state(made: Federation, head: Weights, pairs: Pairs | None = None, tolerance: float = 1e-9) -> None:
+    """Check the server's head and, if they are given, its pairs."""
+    for name in HEAD:
+        assert close(made.state.tensors[f"extras/{name}"], head[name], tolerance), name
+    for one, slot in [] if pairs is None else itertools.product(LAYERS, "AB"):
+        assert close(made.state.tensors[join_tensor_name(one, slot)], pairs[one][slot], tolerance), (one, slot)
 
 
 def product_mean(trained: Mapping[str, Pairs], shares: Mapping[str, float], ranks: Mapping[str, int] | None) -> Weights:

@@ -48,3 +48,17 @@ def remote(prepared: Prepared, folder: Path, **rules: Any) -> Federation:
     }
     transport = LocalTraining(hosts)
     return Federation(here.method, engine, here.clients, here.examples, here.settings, transport, ReplyRules(**rules))
+
+
+def require_whole_resend(federation: Federation, folder: Path) -> None:
+    """Damage the state of a client after a round: its next reply is missing, and then it is sent everything."""
+    progress = federation.run_round(federation.begin()).progress
+    damaged = next(path for path in folder.rglob("*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    result = federation.run_round(progress)
+    (failure,) = result.failures
+    assert "client memory" in failure.reason
+    assert failure.client not in result.progress.last_rounds
+    after = federation.run_round(result.progress)
+    assert not after.failures
+    assert set(after.progress.last_rounds.values()) == {2}

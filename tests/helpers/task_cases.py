@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -32,39 +32,44 @@ from . import (
 )
 
 
+class Scored(NamedTuple):
+    """What a user of a model has: predictions (``Task.predict``), readable and true answers, and encoded examples."""
+
+    predictions: Tensor
+    answers: Sequence[str]
+    truths: Sequence[str]
+    examples: Any
+
+
 @dataclass(frozen=True)
 class TaskCase:
     """A task's case in the conformance test.
 
     Args:
         settings: Returns the config of a run of two rounds, given the folders of the tiny models and data.
-        reference: Computes the task's metrics (``loss`` is optional) from what a user of the model has: predictions
-            (rows as ``Task.predict`` returns them), readable answers, true answers, and the encoded examples.
+        reference: Computes the task's metrics (``loss`` is optional).
         trains_alike: Largest difference between what the loop and the batched engine trained.
     """
 
     settings: Callable[[Mapping[str, Path]], dict[str, Any]]
-    reference: Callable[[Tensor, Sequence[str], Sequence[str], Any], Mapping[str, float]]
+    reference: Callable[[Scored], Mapping[str, float]]
     trains_alike: float = 2e-5
 
 
-def measure_labels(
-    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
-) -> Mapping[str, float]:
+def measure_labels(scored: Scored) -> Mapping[str, float]:
     """Compute scikit-learn's metrics of single labels, and the mean of the labels' own log-probabilities."""
-    chosen = predictions.double().log_softmax(1)[torch.arange(len(truths)), torch.from_numpy(examples.labels)]
+    labels = torch.from_numpy(scored.examples.labels)
+    chosen = scored.predictions.double().log_softmax(1)[torch.arange(len(labels)), labels]
     return {
         "loss": -float(chosen.mean()),
-        "accuracy": float(accuracy_score(truths, answers)),
-        "macro_f1": float(f1_score(truths, answers, average="macro", zero_division=0)),
-        "matthews": float(matthews_corrcoef(truths, answers)),
+        "accuracy": float(accuracy_score(scored.truths, scored.answers)),
+        "macro_f1": float(f1_score(scored.truths, scored.answers, average="macro", zero_division=0)),
+        "matthews": float(matthews_corrcoef(scored.truths, scored.answers)),
     }
 
 
-def _measure_numbers(
-    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
-) -> Mapping[str, float]:
-    values, targets = predictions[:, 0].double().numpy(), examples.labels.astype(np.float64)
+def _measure_numbers(scored: Scored) -> Mapping[str, float]:
+    values, targets = scored.predictions[:, 0].double().numpy(), scored.examples.labels.astype(np.float64)
     return {
         "loss": float(np.square(values - targets).mean()),
         "pearson": float(pearsonr(values, targets)[0]),
@@ -72,31 +77,25 @@ def _measure_numbers(
     }
 
 
-def _measure_texts(
-    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
-) -> Mapping[str, float]:
-    matches = [answer == truth for answer, truth in zip(answers, truths, strict=True)]
+def _measure_texts(scored: Scored) -> Mapping[str, float]:
+    matches = [answer == truth for answer, truth in zip(scored.answers, scored.truths, strict=True)]
     return {"exact_match": sum(matches) / len(matches)}
 
 
-def _measure_pairs(
-    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
-) -> Mapping[str, float]:
+def _measure_pairs(scored: Scored) -> Mapping[str, float]:
     rouge: Any = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"])
-    scores = [rouge.score(truth, answer) for truth, answer in zip(truths, answers, strict=True)]
+    scores = [rouge.score(truth, answer) for truth, answer in zip(scored.truths, scored.answers, strict=True)]
     return {
-        "bleu": sacrebleu.corpus_bleu(list(answers), [list(truths)]).score,
-        "chrf": sacrebleu.CHRF().corpus_score(list(answers), [list(truths)]).score,
+        "bleu": sacrebleu.corpus_bleu(list(scored.answers), [list(scored.truths)]).score,
+        "chrf": sacrebleu.CHRF().corpus_score(list(scored.answers), [list(scored.truths)]).score,
         "rouge_1": float(np.mean([score["rouge1"].fmeasure for score in scores])),
         "rouge_2": float(np.mean([score["rouge2"].fmeasure for score in scores])),
         "rouge_l": float(np.mean([score["rougeL"].fmeasure for score in scores])),
     }
 
 
-def _measure_entities(
-    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
-) -> Mapping[str, float]:
-    guessed, true = ([text.split() for text in texts] for texts in (answers, truths))
+def _measure_entities(scored: Scored) -> Mapping[str, float]:
+    guessed, true = ([text.split() for text in texts] for texts in (scored.answers, scored.truths))
     return {
         "entity_f1": float(seqeval.metrics.f1_score(true, guessed)),
         "entity_precision": float(seqeval.metrics.precision_score(true, guessed, zero_division=0)),
@@ -105,42 +104,37 @@ def _measure_entities(
     }
 
 
-def _measure_label_lists(
-    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
-) -> Mapping[str, float]:
+def _measure_label_lists(scored: Scored) -> Mapping[str, float]:
     true, guessed = (
-        [[label in text.split(", ") for label in tiny_topics.LABELS] for text in texts] for texts in (truths, answers)
+        [[label in text.split(", ") for label in tiny_topics.LABELS] for text in texts]
+        for texts in (scored.truths, scored.answers)
     )
     return {
-        "loss": float(torch.nn.BCEWithLogitsLoss()(predictions, torch.tensor(true).float())),
+        "loss": float(torch.nn.BCEWithLogitsLoss()(scored.predictions, torch.tensor(true).float())),
         "micro_f1": float(f1_score(true, guessed, average="micro", zero_division=0)),
         "macro_f1": float(f1_score(true, guessed, average="macro", zero_division=0)),
         "subset_accuracy": float(accuracy_score(true, guessed)),
     }
 
 
-def _measure_masked(
-    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
-) -> Mapping[str, float]:
+def _measure_masked(scored: Scored) -> Mapping[str, float]:
     pairs = [
         (guess, word)
-        for answer, truth in zip(answers, truths, strict=True)
+        for answer, truth in zip(scored.answers, scored.truths, strict=True)
         for guess, word in zip(answer.split(), truth.split(), strict=True)
     ]
     return {"masked_accuracy": float(accuracy_score([word for _, word in pairs], [guess for guess, _ in pairs]))}
 
 
-def _measure_retrieval(
-    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
-) -> Mapping[str, float]:
+def _measure_retrieval(scored: Scored) -> Mapping[str, float]:
     """Compute nDCG by scikit-learn, and the share of the relevant documents among each anchor's first ten."""
-    anchors, positives, _ = (part.numpy() for part in predictions[:, 1:].double().chunk(3, 1))
+    anchors, positives, _ = (part.numpy() for part in scored.predictions[:, 1:].double().chunk(3, 1))
     (queries, first_query), (documents, first_document) = (
-        np.unique(examples.ids[:, column], return_index=True) for column in (0, 1)
+        np.unique(scored.examples.ids[:, column], return_index=True) for column in (0, 1)
     )
     similarities = cosine_similarity(anchors[first_query], positives[first_document])
     relevant = np.zeros(similarities.shape)
-    for query, document in examples.ids[:, :2]:
+    for query, document in scored.examples.ids[:, :2]:
         relevant[np.searchsorted(queries, query), np.searchsorted(documents, document)] = 1
     hits = np.take_along_axis(relevant, np.argsort(-similarities, axis=1)[:, :10], axis=1)
     return {
@@ -149,15 +143,13 @@ def _measure_retrieval(
     }
 
 
-def _measure_preferences(
-    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
-) -> Mapping[str, float]:
+def _measure_preferences(scored: Scored) -> Mapping[str, float]:
     """Compute the loss by the formula of DPO's paper, and the accuracy by scikit-learn."""
-    policy, rewards = predictions[:, :2].double().numpy(), predictions[:, 2:4].double().numpy() * 0.5
-    np.testing.assert_allclose(policy - examples.reference, rewards / 0.5, rtol=1e-4, atol=1e-4)
+    policy, rewards = scored.predictions[:, :2].double().numpy(), scored.predictions[:, 2:4].double().numpy() * 0.5
+    np.testing.assert_allclose(policy - scored.examples.reference, rewards / 0.5, rtol=1e-4, atol=1e-4)
     return {
         "loss": float(np.log1p(np.exp(rewards[:, 1] - rewards[:, 0])).mean()),
-        "reward_accuracy": float(accuracy_score(truths, answers)),
+        "reward_accuracy": float(accuracy_score(scored.truths, scored.answers)),
     }
 
 
@@ -183,12 +175,9 @@ def _load_own_task() -> TaskDefinition:
     return module.MEDIAN_REGRESSION
 
 
-def _measure_medians(
-    predictions: Tensor, answers: Sequence[str], truths: Sequence[str], examples: Any
-) -> Mapping[str, float]:
-    error = float(mean_absolute_error(examples.labels, predictions[:, 0].numpy()))
-    numbers = _measure_numbers(predictions, answers, truths, examples)
-    return {**numbers, "loss": error, "absolute_error": error}
+def _measure_medians(scored: Scored) -> Mapping[str, float]:
+    error = float(mean_absolute_error(scored.examples.labels, scored.predictions[:, 0].numpy()))
+    return {**_measure_numbers(scored), "loss": error, "absolute_error": error}
 
 
 OWN = _load_own_task()

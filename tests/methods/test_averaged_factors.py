@@ -25,7 +25,7 @@ from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from fedspan.transports.in_process import simulate
 from helpers import tiny
-from helpers.dense_rounds import COHORTS, LR, STEPS, get_pairs
+from helpers.dense_rounds import COHORTS, LR, STEPS, get_pairs, require_state
 from helpers.toys.oracle import average, copied, descend, pair_gradients
 from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Federation, close, sgd, to_double, with_extras
@@ -299,10 +299,7 @@ def test_rounds_match_alternating_steps_by_hand(steps: int, smoothing: bool) -> 
         head = average((shares[id], heads[id]) for id in ids)
         for one in LAYERS:
             assert close(made.get_weight(one), W[one] + 2.0 * pairs[one]["B"] @ pairs[one]["A"])
-            for slot in "AB":
-                assert close(made.state.tensors[join_tensor_name(one, slot)], pairs[one][slot])
-        for name in HEAD:
-            assert close(made.state.tensors[f"extras/{name}"], head[name])
+        require_state(made, head, pairs)
     first = _federation(steps).state.tensors
     moved = not close(made.state.tensors["fc1/A"], first["fc1/A"], 1e-6)
     assert moved == (steps > 1)  # a single step trains B

@@ -10,7 +10,7 @@ from fedspan.core.tensors import join_tensor_name, select_slots
 from fedspan.core.values import Reduced
 from fedspan.methods.fed_sb import FedSB
 from fedspan.methods.ravan import RAVAN
-from helpers.dense_rounds import COHORTS
+from helpers.dense_rounds import COHORTS, require_state
 from helpers.toys.oracle import average
 from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Federation, close, sgd, to_double, with_extras
@@ -147,8 +147,7 @@ def test_rounds_match_heads_by_hand(fixed_factors: str) -> None:
             expected = W[one] + _change(fixed[one], cores[one], torch.ones(HEADS, dtype=torch.float64))
             assert close(made.get_weight(one), expected), (number, one)
             assert close(made.state.tensors[join_tensor_name(one, "R")], cores[one])
-        for name in HEAD:
-            assert close(made.state.tensors[f"extras/{name}"], head[name])
+        require_state(made, head)
         if len(positions) == len(problem.client_ids):
             count = len(LAYERS) * HEADS * R * R
             assert all(made.elements[id] == (count, count) for id in ids)

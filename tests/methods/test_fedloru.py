@@ -15,7 +15,8 @@ from fedspan.core.values import Client, Reduced, ServerState, StackItem
 from fedspan.errors import FedspanError
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.mfedloru import MFedLoRU
-from helpers.toys.oracle import Pairs, average, copied, descend
+from helpers.dense_rounds import factor_mean, require_state
+from helpers.toys.oracle import Pairs, average, copied, descend, effective
 from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Federation, close, sgd, with_extras
 
@@ -23,7 +24,7 @@ LR, SCALING, STEPS = 0.2, 2.0, 2
 COHORTS = [(0, 1, 2, 3), (1, 2), (0, 2, 3), (0, 1), (0, 1, 2, 3)]  # clients 0 and 3 miss the first accumulation
 
 
-def _pairs(method: FedLoRU, accumulations: int) -> Pairs:
+def _pairs(method: FedLoRU | MFedLoRU, accumulations: int) -> Pairs:
     fresh = method.create_factors(accumulations)
     return {one: {slot: fresh[join_tensor_name(one, slot)].double() for slot in "AB"} for one in LAYERS}
 
@@ -46,28 +47,22 @@ def test_matches_a_dense_oracle(tau: int, from_scratch: bool) -> None:
     for number, positions in enumerate(COHORTS):
         cohort = [problem.client_ids[position] for position in positions]
         federation.round(cohort)
-        shares, models = problem.shares(cohort), list[tuple[float, dict[str, Tensor]]]()
+        shares, trained, heads = problem.shares(cohort), dict[str, Pairs](), {id: dict(head) for id in cohort}
         for id in cohort:
-            mine, my_head = copied(pairs), dict(head)
-            descend(problem, id, W, my_head, mine, SCALING, LR, STEPS)
-            flat = {join_tensor_name(one, slot): mine[one][slot] for one in LAYERS for slot in "AB"}
-            models.append((shares[id], {**flat, **my_head}))
-        mean = average(models)
-        head = {name: mean[name] for name in HEAD}
-        pairs = {one: {slot: mean[join_tensor_name(one, slot)] for slot in "AB"} for one in LAYERS}
+            trained[id] = copied(pairs)
+            descend(problem, id, W, heads[id], trained[id], SCALING, LR, STEPS)
+        head, pairs = average((shares[id], heads[id]) for id in cohort), factor_mean(trained, shares)
         if (number + 1) % tau == 0:
             accumulations += 1
-            W = {one: W[one] + SCALING * pairs[one]["B"] @ pairs[one]["A"] for one in LAYERS}
+            W = effective(W, pairs, SCALING)
             pairs = _pairs(method, accumulations)
             assert not any(pair["B"].any() for pair in pairs.values())  # also from scratch: the weight must not jump
-        for one in LAYERS:
-            expected = W[one] + SCALING * pairs[one]["B"] @ pairs[one]["A"]
+        for one, expected in effective(W, pairs, SCALING).items():
             assert close(federation.get_weight(one), expected)
             for id in cohort:  # each holds a base of its own, from its patches alone
                 held = federation.parties[id].base
                 assert held.rho == (0.0 if from_scratch else 1.0)
-        for name in HEAD:
-            assert close(federation.state.tensors[f"extras/{name}"], head[name])
+        require_state(federation, head)
         for id in cohort:
             loss = problem.loss(id, {**{one: federation.get_weight(one) for one in LAYERS}, **head})
             assert abs(federation.loss(id) - float(loss)) < 1e-6  # predictions come back in float32
@@ -217,40 +212,28 @@ def test_nested_factors_match_a_dense_oracle() -> None:
     )
     W, head = problem.to_dense(*LAYERS), problem.to_dense(*HEAD)
 
-    def fresh(generation: int) -> Pairs:
-        drawn = method.create_factors(generation)
-        return {one: {slot: drawn[join_tensor_name(one, slot)].double() for slot in "AB"} for one in LAYERS}
-
-    pairs = fresh(0)
+    pairs = _pairs(method, 0)
     for number, positions in enumerate(NESTED_COHORTS):
         cohort = [problem.client_ids[position] for position in positions]
         federation.round(cohort)
-        shares, models = problem.shares(cohort), list[tuple[float, dict[str, Tensor]]]()
+        shares, trained, heads = problem.shares(cohort), dict[str, Pairs](), {id: dict(head) for id in cohort}
         for id in cohort:
-            mine, my_head = copied(pairs), dict(head)
+            trained[id] = copied(pairs)
             if RANKS[id] < R:
-                mine = _descend_nested(problem, id, W, my_head, pairs, number)
+                trained[id] = _descend_nested(problem, id, W, heads[id], pairs, number)
             else:
-                descend(problem, id, W, my_head, mine, S, NESTED_LR, NESTED_STEPS)
-            flat = {join_tensor_name(one, slot): mine[one][slot] for one in LAYERS for slot in "AB"}
-            models.append((shares[id], {**flat, **my_head}))
-        mean = average(models)
-        head = {name: mean[name] for name in HEAD}
-        pairs = {one: {slot: mean[join_tensor_name(one, slot)] for slot in "AB"} for one in LAYERS}
+                descend(problem, id, W, heads[id], trained[id], S, NESTED_LR, NESTED_STEPS)
+        head, pairs = average((shares[id], heads[id]) for id in cohort), factor_mean(trained, shares)
         if (number + 1) % TAU == 0:
-            W = {one: W[one] + S * pairs[one]["B"] @ pairs[one]["A"] for one in LAYERS}
-            pairs = fresh((number + 1) // TAU)
+            W = effective(W, pairs, S)
+            pairs = _pairs(method, (number + 1) // TAU)
             for one in LAYERS:
                 assert close(to_dense(federation.state.base.total[one]), W[one] - problem.to_dense(one)[one])
-        for one in LAYERS:
-            for slot in "AB":
-                assert close(federation.state.tensors[join_tensor_name(one, slot)], pairs[one][slot])
-            expected = W[one] + S * pairs[one]["B"] @ pairs[one]["A"]
+        for one, expected in effective(W, pairs, S).items():
             assert close(federation.get_weight(one), expected)
             for id in problem.client_ids:  # whatever its rank, a client's model before training is the global one
                 assert close(federation.get_weight(one, id), expected)
-        for name in HEAD:
-            assert close(federation.state.tensors[f"extras/{name}"], head[name])
+        require_state(federation, head, pairs)
 
 
 def test_only_nested_factors_are_uploaded() -> None:

@@ -20,6 +20,7 @@ from fedspan.federation.validation import ReplyRules
 from fedspan.methods.fedhm import FedHM
 from fedspan.methods.hetlora import HetLoRA
 from helpers import tiny
+from helpers.dense_rounds import require_state
 from helpers.toys.oracle import Pairs, average, pair_gradients
 from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Federation, close, sgd, with_extras
@@ -279,8 +280,7 @@ def test_matches_a_dense_oracle(decay: float, keep_global: bool) -> None:
             for id, rank in RANKS.items():
                 kept = U[:, :rank] * S[:rank] @ Vt[:rank]  # Eckart-Young: the best of that rank
                 assert close(federation.get_weight(one, id), kept)
-        for name in HEAD:
-            assert close(federation.state.tensors[f"extras/{name}"], head[name])
+        require_state(federation, head)
 
 
 def test_the_pretrained_weight_takes_no_part() -> None:

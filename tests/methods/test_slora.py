@@ -12,6 +12,7 @@ from fedspan.core.values import Reduced
 from fedspan.methods.lora_a2 import LoRAA2
 from fedspan.methods.slora import SLoRA
 from fedspan.training.jobs import Assignment
+from helpers.dense_rounds import factor_mean, require_state
 from helpers.toys.oracle import Pairs, average, copied, descend, pair_gradients
 from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Federation, close, sgd, with_extras
@@ -50,6 +51,7 @@ def test_matches_a_dense_oracle(sparse_rounds: int, lr_scale: float) -> None:
         cohort = [problem.client_ids[position] for position in positions]
         federation.round(cohort)
         shares, models = problem.shares(cohort), list[tuple[float, dict[str, Tensor]]]()
+        trained = dict[str, Pairs]()
         for id in cohort:
             own_head = dict(head)
             if number < sparse_rounds:
@@ -60,10 +62,9 @@ def test_matches_a_dense_oracle(sparse_rounds: int, lr_scale: float) -> None:
                     own_head = {name: own_head[name] - LR * dense[name] for name in HEAD}
                 models.append((shares[id], {**own, **own_head}))
             else:
-                mine = copied(pairs)
-                descend(problem, id, W0, own_head, mine, S, LR, STEPS)
-                flat = {join_tensor_name(one, slot): mine[one][slot] for one in LAYERS for slot in "AB"}
-                models.append((shares[id], {**flat, **own_head}))
+                trained[id] = copied(pairs)
+                descend(problem, id, W0, own_head, trained[id], S, LR, STEPS)
+                models.append((shares[id], own_head))
         mean = average(models)
         head = {name: mean[name] for name in HEAD}
         if number < sparse_rounds:
@@ -79,14 +80,13 @@ def test_matches_a_dense_oracle(sparse_rounds: int, lr_scale: float) -> None:
                 assert not federation.state.base.moved  # W0 again
                 pairs[one] = {"A": A.double(), "B": B.double()}
         elif number >= sparse_rounds:
-            pairs = {one: {slot: mean[join_tensor_name(one, slot)] for slot in "AB"} for one in LAYERS}
+            pairs = factor_mean(trained, shares)
         for one in LAYERS:
             second = number + 1 >= sparse_rounds
             assert federation.state.generation == int(second)
             expected = W0[one] + S * pairs[one]["B"] @ pairs[one]["A"] if second else W[one]
             assert close(federation.get_weight(one), expected)
-        for name in HEAD:
-            assert close(federation.state.tensors[f"extras/{name}"], head[name])
+        require_state(federation, head)
 
 
 def test_only_masked_values_are_transmitted_and_only_they_move() -> None:
@@ -215,8 +215,7 @@ def test_the_head_does_not_train_in_a_probe() -> None:
         for one in LAYERS:
             mine[one]["B"] = mine[one]["B"] - 5 * A2_LR * gradients[one]["B"]
         head = {name: head[name] - A2_LR * by_head[name] for name in HEAD}
-    for name in HEAD:
-        assert close(federation.state.tensors[f"extras/{name}"], head[name])
+    require_state(federation, head)
 
 
 def test_a_client_sends_as_many_slots_as_its_budget_and_never_more_than_there_are() -> None:

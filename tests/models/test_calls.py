@@ -252,10 +252,8 @@ def test_a_trainer_s_evaluation_has_the_adapter(tmp_path: Path) -> None:
             loss.backward()
             round.step(loss, len(rows))
 
-    def evaluate() -> dict[str, float]:
-        return {"loss": float(model(ids, labels=labels).loss)}
-
-    trainer = fedspan.TorchTrainer(model, train, 8, evaluate=evaluate, validation_examples=8)
+    measures = {"evaluate": lambda: {"loss": float(model(ids, labels=labels).loss)}, "validation_examples": 8}
+    trainer = fedspan.TorchTrainer(model, train, 8, **measures)
     config = {"model": {"target_modules": LINEAR}, "training": {"lr": 0.1, "local_epochs": 2}}
     report = fedspan.simulate(config, tmp_path / "run", trainers={"a": trainer})
     with torch.no_grad():

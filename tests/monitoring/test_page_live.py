@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -110,10 +111,7 @@ def test_the_redirect_opens_the_page(browser: Any, collect: Callable[[], Mapping
 
 @pytest.mark.slow
 def test_a_state_that_cannot_be_read_is_shown_with_its_reason(browser: Any) -> None:
-    def collect() -> Mapping[str, Any]:
-        raise ZeroDivisionError("by zero")
-
-    with WebPage(collect) as server:
+    with WebPage(Mock(side_effect=ZeroDivisionError("by zero"))) as server:
         view = View(browser, server.url)
         view.wait("document.getElementById('alert').textContent.endsWith('ZeroDivisionError: by zero')")
         view.context.close()

@@ -221,7 +221,7 @@ def test_a_server_without_a_run_shows_its_nodes(tmp_path: Path) -> None:
     assert rows[0] == ("east", "online", "now, for 1:05")
     assert rows[1][:2] == ("north", "offline")
     assert re.fullmatch(r"2:\d\d:\d\d ago", rows[1][2])
-    assert rows[2:] == [("south", "registered", "never"), ("west", "revoked", "never")]
+    assert rows[2:] == [("south", "registered", "not since start"), ("west", "revoked", "not since start")]
 
 
 def test_nodes_of_a_large_run_are_not_listed_as_if_they_were_not_in_it(tmp_path: Path, pretend_run: PretendRun) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import pytest
@@ -203,10 +204,7 @@ def test_large_requests_are_refused(page: WebPage) -> None:
 
 
 def test_an_unexpected_error_is_a_problem_that_the_page_shows() -> None:
-    def collect() -> Mapping[str, Any]:
-        raise ZeroDivisionError("by \x1b[31mzero")
-
-    with WebPage(collect) as page:
+    with WebPage(Mock(side_effect=ZeroDivisionError("by \x1b[31mzero"))) as page:
         status, _, body = request(page, "/state.json", headers=log_in(page))
         assert (status, json.loads(body)) == (200, {"problem": "ZeroDivisionError: by \\x1b[31mzero"})
 

@@ -285,6 +285,17 @@ def test_speeds_are_those_of_each_kind_of_passes_in_the_last_rounds(prepared: Pr
     assert expected < most < 2.0 * expected
 
 
+def test_the_speed_of_a_measurement_is_no_estimate_of_training(prepared: Prepared) -> None:
+    clock = Clock()
+    effort = Effort(prepared, 0, clock)
+    for stage in (Stage("evaluation", 0, 10), Stage("evaluation", 10, 10), Stage("training", 0, 24)):
+        effort.stage(stage)
+        clock.now += 10.0
+        assert effort.estimate_left() is None
+    effort.stage(Stage("training", 12, 24))
+    assert effort.estimate_left() is not None
+
+
 def test_early_stopping_makes_a_range(prepared: Prepared) -> None:
     federation = prepared.config.federation.model_copy(update={"early_stopping": 1})
     config = prepared.config.model_copy(update={"federation": federation})

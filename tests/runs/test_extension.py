@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -92,12 +93,8 @@ def test_an_extension_that_is_interrupted_leaves_the_run_under_its_old_config(
 ) -> None:
     report = fedspan.run(values(tiny_folder, 2), tmp_path / "run")
     before = content(tmp_path / "run")
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(extension, "write_atomic", killed)
+        patch.setattr(extension, "write_atomic", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             fedspan.resume(tmp_path / "run", overrides=["federation.rounds=3"])
     assert fedspan.resume(tmp_path / "run") == report
@@ -110,12 +107,8 @@ def test_an_extension_that_is_interrupted_before_its_report_goes_on(
     """The new adapter is there, and no report names the old one."""
     fedspan.run(values(tiny_folder, 2), tmp_path / "planned")
     fedspan.run(values(tiny_folder, 1), tmp_path / "run")
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(start, "compute_result_digests", killed)
+        patch.setattr(start, "compute_result_digests", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             fedspan.resume(tmp_path / "run", overrides=["federation.rounds=2"])
     assert (tmp_path / "run" / "adapter").is_dir()
@@ -213,11 +206,7 @@ def test_early_stopping_ends_an_extended_run_unless_it_gets_more_patience(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores = {1: 0.2, 2: 0.5, 3: 0.4, 4: 0.1, 5: 0.6, 6: 0.3}
-
-    def rate(metric: str, number: int, validation: Any) -> Best:
-        return Best(scores[number], 0.0, number)
-
-    monkeypatch.setattr(selection, "rate_round", rate)
+    monkeypatch.setattr(selection, "rate_round", lambda metric, number, _: Best(scores[number], 0.0, number))
     stopped = fedspan.run(values(tiny_folder, 5, federation={"early_stopping": 2}), tmp_path / "run")
     assert stopped.rounds == 4
     with refused("federation.early_stopping"):

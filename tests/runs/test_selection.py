@@ -362,11 +362,7 @@ def test_a_note_counts_the_measured_clients(monkeypatch: pytest.MonkeyPatch, tin
 @pytest.fixture
 def scored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the rounds of every run the scores above."""
-
-    def rate(metric: str, number: int, validation: Any) -> Best:
-        return Best(SCORES[number], 0.0, number)
-
-    monkeypatch.setattr(selection, "rate_round", rate)
+    monkeypatch.setattr(selection, "rate_round", lambda metric, number, _: Best(SCORES[number], 0.0, number))
 
 
 def values(folder: Path, **changes: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -368,11 +369,7 @@ def test_pruning_keeps_the_last_and_the_best(run: RunFolder) -> None:
 def test_best_is_linked_where_the_disk_has_links_or_copied(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(run, checkpoint_of(1, best=Best(0.5, 0.0, 1)))
     assert (run.best / "state.safetensors").samefile(folder / "state.safetensors")
-
-    def no_links(*_: object) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "Operation not permitted")))
     folder = save(run, checkpoint_of(2, best=Best(0.6, 0.0, 2)))
     assert not (run.best / "state.safetensors").samefile(folder / "state.safetensors")
     assert load(run.best).state.round == 2

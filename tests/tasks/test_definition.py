@@ -25,7 +25,7 @@ from helpers import tiny
 from helpers.exported_models import load_as_its_card_says
 from helpers.families import others_slow
 from helpers.refusals import refused
-from helpers.task_cases import CASES, OWN, REFUSED, folders_of
+from helpers.task_cases import CASES, OWN, REFUSED, Scored, folders_of
 
 NAMES = sorted(CASES)
 
@@ -99,7 +99,7 @@ def test_batched_engine_equals_the_loop_and_the_export_predicts_the_same(
             assert mean == pytest.approx(measured["loss"], rel=1e-5, abs=1e-6)
         # The metrics are those of other libraries.
         answers, truths = served.task.decode_predictions(predictions), served.task.decode_targets(examples, indices)
-        for metric, value in case.reference(predictions, answers, truths, examples).items():
+        for metric, value in case.reference(Scored(predictions, answers, truths, examples)).items():
             assert measured[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), (folder.name, metric)
     # So does the model that the card's lines load.
     named, definition = load_as_its_card_says(tmp_path / "merged"), get_task(name)

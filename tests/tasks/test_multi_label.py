@@ -160,7 +160,7 @@ def test_the_export_is_a_stock_classifier_with_equal_logits_and_loss(tiny_folder
         tiny_folder,
         tmp_path,
         federation={"rounds": 3},
-        training={"lr": 0.05, "local_steps": 25, "batch_size": 8},
+        training={"lr": 0.02, "local_steps": 25, "batch_size": 8},
         evaluation={"every": 3},
         engine={"name": "batched", "clients_per_pass": 3},
     )

@@ -45,14 +45,11 @@ def make_trainer(inputs: Path, site: str) -> Any:
             loss.backward()
             round.step(loss, len(batch["labels"]))
 
-    def evaluate() -> dict[str, float]:
-        return {"loss": float(model(**held_out).loss)}
-
     return fedspan.TorchTrainer(
         model,
         train,
         len(used),
-        evaluate=evaluate,
+        evaluate=lambda: {"loss": float(model(**held_out).loss)},
         validation_examples=_HELD_OUT,
         processor=tokenizer,
         batches=len(batches),

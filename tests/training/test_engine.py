@@ -1,7 +1,7 @@
 """Engines, jobs, client slots, and several clients in one pass: families, what trains beside factors, refusals."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -28,7 +28,6 @@ from fedspan.progress.listener import Listener
 from fedspan.tasks.causal import CausalLM
 from fedspan.tasks.masked_lm import MaskedLanguageModel
 from fedspan.tasks.seq2seq import Seq2Seq
-from fedspan.tasks.task import Examples
 from fedspan.tasks.token_classification import TokenClassification
 from fedspan.training import stacking, worker
 from fedspan.training.batched import BatchedEngine, balance, run_parallel
@@ -615,10 +614,7 @@ TASKS: dict[type[Any], Callable[[Path, Path, Path], dict[str, Any]]] = {
 
 
 def test_too_little_memory_for_a_pass_names_the_setting(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def advance(self: worker.Worker, group: Sequence[Any], examples: Examples) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    monkeypatch.setattr(worker.Worker, "advance", advance)
+    monkeypatch.setattr(worker.Worker, "advance", fail)
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched", "clients_per_pass": 3, "workers": 1}))
     with pytest.raises(FedspanError, match="cpu has too little memory for 3 clients in a pass") as caught:
         prepared.federation.run_round(prepared.federation.begin())

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -246,12 +247,10 @@ def test_a_plan_that_was_not_measured_to_the_end_is_not_remembered(
     measured: dict[stacking.StackingPlan, float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(*_: object) -> float:
-        raise Unstackable("it mixes examples")
-
     monkeypatch.setattr(stacking.torch, "get_num_threads", lambda: 1)
     if paces is None:
-        monkeypatch.setattr(stacking, "_measure_token_seconds", refuse)
+        refusal = Unstackable("it mixes examples")
+        monkeypatch.setattr(stacking, "_measure_token_seconds", Mock(side_effect=refusal))
     measured.update({stacking.StackingPlan(size, 1): pace for size, pace in (paces or {}).items()})
     prepared, engine = prepare_batched(tiny_folder)
     if left is not None:

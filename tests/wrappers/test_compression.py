@@ -28,9 +28,10 @@ from fedspan.wrappers.fedavgm import FedAvgM
 from fedspan.wrappers.fedpaq import FedPAQ, pack_levels, quantize, unpack_levels
 from fedspan.wrappers.low_precision import Format, compress, decompress
 from fedspan.wrappers.scaffold import Scaffold
+from helpers.dense_rounds import require_state
 from helpers.toys.oracle import copied, descend
 from helpers.toys.problem import HEAD, LAYERS, Problem
-from helpers.toys.rounds import Double, Federation, close, sgd
+from helpers.toys.rounds import Double, Federation, sgd
 
 CLIENT = Client("client-0", 2, 2.0, 6, 6.0)
 NAMES = {join_tensor_name(layer, slot) for layer in LAYERS for slot in "AB"}
@@ -183,11 +184,7 @@ def test_rounds_match_quantized_changes_by_hand(name: str) -> None:
             expected = {join_tensor_name(one, s) for one in LAYERS for s in train} | {f"extras/{p}" for p in HEAD}
             assert set(federation.replies[id].tensors) == {CHANGE + key for key in expected}
         server, head = after, head_after
-        for one in LAYERS:
-            for s in "AB":
-                assert close(federation.state.tensors[join_tensor_name(one, s)], server[one][s], 1e-7)
-        for parameter in HEAD:
-            assert close(federation.state.tensors[f"extras/{parameter}"], head[parameter], 1e-7)
+        require_state(federation, head, server, 1e-7)
 
 
 def _follows(inner: Method, cohorts: list[tuple[str, ...]], problem: Problem) -> tuple[Federation, Federation]:

@@ -529,13 +529,9 @@ def test_a_deployment_begins_with_the_rounds(tiny_folder: Path, tmp_path: Path) 
     changes: dict[str, Any] = {"model": {"head_init": "auto"}, "federation": {"rounds": 5}}
     service = NodeService(node_service.node(tiny_folder, tmp_path / "node"))
     run, transport = node_service.served(tiny_folder, service, **changes)
-
-    def build(config: Any, partition: Any, key: bytes | None, callbacks: Any) -> Prepared:
-        return run
-
     notes = Notes()
     config = build_server_config(node_service.values(tiny_folder, **changes))
-    start.run(config, tmp_path / "run", build=build, listener=notes)
+    start.run(config, tmp_path / "run", build=lambda *_: run, listener=notes)
     assert "rounds 1 to 1 train the head alone (model.head_rounds)" in notes.notes
     rows = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
     sent = [row for row in rows if row.get("purpose", "train") == "train" and row["direction"] == "up"]

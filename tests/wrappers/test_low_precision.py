@@ -34,6 +34,7 @@ from fedspan.wrappers.low_precision import Format, LowPrecision, compress, decom
 from fedspan.wrappers.scaffold import Scaffold
 from fedspan.wrappers.server_optimizer import Adaptive, ServerOptimizer
 from fedspan.wrappers.wrapper import compute_common_start, split_prefix
+from helpers.dense_rounds import require_state
 from helpers.families import others_slow
 from helpers.toys.oracle import copied, descend
 from helpers.toys.problem import HEAD, LAYERS, Problem
@@ -106,11 +107,7 @@ def test_rounds_match_rounding_by_hand(uplink: Format, downlink: Format, error_f
                 change = own_head[path] - head_received[path]
                 head_after[path] = head_after[path] + shares[id] * sent(f"extras/{path}", change)
         server, head = after, head_after
-        for one in LAYERS:
-            for s in "AB":
-                assert close(federation.state.tensors[join_tensor_name(one, s)], server[one][s], 1e-6)
-        for path in HEAD:
-            assert close(federation.state.tensors[f"extras/{path}"], head[path], 1e-6)
+        require_state(federation, head, server, 1e-6)
 
 
 def test_error_feedback_delivers_changes_below_the_resolution() -> None:
@@ -472,11 +469,8 @@ def test_fedloru_under_it_matches_the_oracle_and_forgets_at_accumulations(name: 
             kept = {key.partition("/")[2].partition("/")[2] for key in federation.state.memory}
             assert kept == {f"extras/{key}" for key in HEAD}  # the head was not re-initialized
         for one in LAYERS:
-            for s in "AB":
-                assert close(federation.state.tensors[join_tensor_name(one, s)].double(), server[one][s])
             assert close(federation.get_weight(one), W[one] + SCALING * server[one]["B"] @ server[one]["A"])
-        for key in HEAD:
-            assert close(federation.state.tensors[f"extras/{key}"], head[key])
+        require_state(federation, head, server)
 
 
 def test_only_what_was_transmitted_gathers_moments() -> None:

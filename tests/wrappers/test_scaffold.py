@@ -26,7 +26,8 @@ from fedspan.training.jobs import Assignment
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedprox import FedProx
 from fedspan.wrappers.scaffold import PREFIX, Scaffold
-from helpers.toys.oracle import average, copied, pair_gradients
+from helpers.dense_rounds import factor_mean, require_state
+from helpers.toys.oracle import Pairs, average, copied, pair_gradients
 from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Double, Federation, adamw, close, sgd
 from helpers.toys.two_phases import ExtrasInBothPhases
@@ -301,9 +302,10 @@ def test_matches_the_hand_written_loop() -> None:
     for _ in range(2):
         federation.round()
         shares = problem.shares(problem.client_ids)
-        models = []
+        trained, heads = dict[str, Pairs](), dict[str, dict[str, Tensor]]()
         for id in problem.client_ids:
-            mine, own_head = copied(server), dict(head)
+            trained[id] = mine = copied(server)
+            own_head = dict(head)
             for _ in range(STEPS):
                 by_pair, by_head = pair_gradients(problem, id, W, own_head, mine, SCALING)
                 for one in LAYERS:
@@ -312,16 +314,9 @@ def test_matches_the_hand_written_loop() -> None:
                         mine[one][s] = mine[one][s] - LR * (by_pair[one][s] + pull)
                 for name in HEAD:
                     own_head[name] = own_head[name] - LR * (by_head[name] + MU * (own_head[name] - head[name]))
-            flat = {join_tensor_name(one, s): mine[one][s] for one in LAYERS for s in "AB"}
-            models.append((shares[id], {**flat, **own_head}))
-        mean = average(models)
-        server = {one: {s: mean[join_tensor_name(one, s)] for s in "AB"} for one in LAYERS}
-        head = {name: mean[name] for name in HEAD}
-        for one in LAYERS:
-            for s in "AB":
-                assert close(federation.state.tensors[join_tensor_name(one, s)], server[one][s])
-        for name in HEAD:
-            assert close(federation.state.tensors[f"extras/{name}"], head[name])
+            heads[id] = own_head
+        server, head = factor_mean(trained, shares), average((shares[id], heads[id]) for id in heads)
+        require_state(federation, head, server)
 
 
 def test_a_later_phase_is_held_near_the_start_of_the_round() -> None:

@@ -17,13 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from evidence.claims.report import describe_machine
 from evidence.pages.engines.environment import PEERS, make_environment
-from evidence.pages.engines.page import Limit, describe_machine, limit_table
-from evidence.pages.engines.runs import (
-    measure_accuracy,
-    measure_memory,
-    measure_overhead,
-)
+from evidence.pages.engines.page import Limit, limit_table
+from evidence.pages.engines.runs import measure_accuracy, measure_memory, measure_overhead
 from evidence.pages.engines.speed import compare, measure_last_layers
 
 FULL = {"clients": 50, "threads": 2, "registered": 100_000}
@@ -39,12 +36,7 @@ def sections(python: Path | None) -> dict[str, Section]:
         parts[f"batch{batch}"] = partial(compare, python=python, batch=batch)
     for batch in EXAMPLES:
         parts[f"last{batch}"] = partial(measure_last_layers, python=python, batch=batch)
-    return {
-        **parts,
-        "overhead": measure_overhead,
-        "memory": measure_memory,
-        "accuracy": measure_accuracy,
-    }
+    return {**parts, "overhead": measure_overhead, "memory": measure_memory, "accuracy": measure_accuracy}
 
 
 def command(args: argparse.Namespace, done: Sequence[str]) -> str:
@@ -102,7 +94,7 @@ def format_page(
         "",
         f"Limits are judged at {FULL['clients']} clients and {FULL['threads']} threads.",
         "",
-        *limit_table(limits),
+        limit_table(limits) + "\n",
         "Peers: no dropout, as in fedspan's frozen base; texts tokenized once; padded to the longest of a batch; "
         f"{args.attention} attention (fedspan's is eager on a CPU); "
         "shuffled batches, except where the table says bucketed. Flower's client exchanges PEFT's state dict and "

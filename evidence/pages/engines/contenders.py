@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.stage import read_processor_seconds
+
 HERE = Path(__file__).parent
 
 
@@ -115,12 +117,6 @@ def list_session_members(session: int) -> list[int]:
             if int(after_name[3]) == session:
                 processes.append(int(folder.name))
     return processes
-
-
-def read_processor_seconds(pid: int) -> float:
-    """Seconds that a process has spent on processors in all its threads, whatever else ran on the machine."""
-    times = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[11:13]
-    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
 
 
 def take_turns(contenders: Sequence[Contender], repetitions: int, logs: Path) -> dict[str, Measured]:

@@ -1,10 +1,11 @@
 """The peers' environment: Flower, Ray and pfl-research beside the same torch, Transformers and PEFT as fedspan's."""
 
-import os
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+
+from evidence.pages.engines.contenders import get_fedspan_variables
 
 PEERS = ("flwr[simulation]==1.41.0", "pfl==0.6.0")
 SAME = ("torch", "transformers", "peft", "numpy", "safetensors")
@@ -28,10 +29,8 @@ def get_peer_variables(threads: int, home: Path) -> dict[str, str]:
     """Environment variables of a peer's process: as many threads as everybody, no calls home."""
     here = str(Path(__file__).parent)
     return {
-        **os.environ,
+        **get_fedspan_variables(threads),
         "PYTHONPATH": here,  # Ray's workers import the client from there
-        "OMP_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_HOME": str(home),

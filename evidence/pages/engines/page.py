@@ -1,16 +1,10 @@
 """The page's tables."""
 
-import multiprocessing
-import platform
 import statistics
-import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
-
+from evidence.claims.report import format_table
 from evidence.pages.engines.contenders import Measured
 
 
@@ -35,23 +29,13 @@ class Limit:
         return "not judged" if self.kept is None else "pass" if self.kept else "**FAIL**"
 
 
-def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of markdown."""
-    return [
-        "| " + " | ".join(head) + " |",
-        "|" + "---|" * len(head),
-        *("| " + " | ".join(row) + " |" for row in rows),
-        "",
-    ]
-
-
 def compute_ratios(slow: Measured, fast: Measured, key: str = "seconds") -> list[float]:
     """How many times faster, by repetition, by the clock or the processor's seconds."""
     pairs = zip(slow.milliseconds(key), fast.milliseconds(key), strict=True)
     return [one / other for one, other in pairs]
 
 
-def format_speed_table(results: dict[str, Measured], subject: str) -> list[str]:
+def format_speed_table(results: dict[str, Measured], subject: str) -> str:
     """Every contender beside the subject, whose ratios to the others are given."""
     rows: list[list[str]] = []
     for name, result in results.items():
@@ -82,7 +66,7 @@ def format_speed_table(results: dict[str, Measured], subject: str) -> list[str]:
     return format_table(head, rows)
 
 
-def format_equal_table(medians: Mapping[str, float], subjects: Mapping[str, str]) -> list[str]:
+def format_equal_table(medians: Mapping[str, float], subjects: Mapping[str, str]) -> str:
     """Every contender beside the subject of its own number format, as ratios of medians that the page shows.
 
     Args:
@@ -100,20 +84,8 @@ def format_equal_table(medians: Mapping[str, float], subjects: Mapping[str, str]
     )
 
 
-def limit_table(limits: Sequence[Limit]) -> list[str]:
+def limit_table(limits: Sequence[Limit]) -> str:
     """The requirements, with the verdicts."""
     return format_table(
         ["", "measured", "limit", ""], [[one.what, one.measured, one.required, one.verdict] for one in limits]
-    )
-
-
-def describe_machine() -> str:
-    """The line about code, date and machine."""
-    # --dirty: a page must not name a commit that is not what ran
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
-    described = subprocess.run(command, capture_output=True, text=True, check=False)
-    code = f"Code: {described.stdout.strip()}. " if described.returncode == 0 else ""
-    return (
-        f"{code}Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {multiprocessing.cpu_count()} cores, "
-        f"torch {torch.__version__}."
     )

@@ -9,9 +9,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from evidence.claims.report import format_table
 from evidence.pages.engines.contenders import run_once
-from evidence.pages.engines.page import Limit, format_table
+from evidence.pages.engines.page import Limit
 from evidence.pages.engines.work import Work
+from evidence.pages.subsets import write_rows
 
 MIB = 2**20
 OVERHEAD, STACKED, REGISTERED = 0.05, 1.3, 1.1
@@ -68,7 +70,7 @@ def measure_overhead(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
         "clients and server, reduction, update and commit. The first round, in which the engine measures how many "
         "clients to stack, is left out.",
         "",
-        *format_table(["batch", "s a round", "of it the federation", "share"], rows),
+        format_table(["batch", "s a round", "of it the federation", "share"], rows) + "\n",
     ]
     return lines, limits
 
@@ -119,7 +121,7 @@ def measure_memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
         "their checkpoints. The last two rows share a file of two examples for each registered client; each client "
         "of the cohort takes one step of 2 examples.",
         "",
-        *format_table(["", "loaded", "peak"], rows),
+        format_table(["", "loaded", "peak"], rows) + "\n",
     ]
     return lines, limits
 
@@ -135,13 +137,9 @@ def write_registered_data(args: argparse.Namespace, folder: Path) -> Path:
     """A csv with two examples for each registered client: Banking77's again and again, numbered."""
     with (args.data / "train.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    path = folder / "registered.csv"
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["text", "category"])
-        for number in range(2 * args.registered):
-            row = rows[number % len(rows)]
-            writer.writerow([f"{row['text']} {number // len(rows)}", row["category"]])
+    path, count = folder / "registered.csv", len(rows)
+    numbered = ((rows[number % count], number // count) for number in range(2 * args.registered))
+    write_rows(path, ("text", "category"), ((f"{row['text']} {time}", row["category"]) for row, time in numbered))
     return path
 
 
@@ -173,6 +171,6 @@ def measure_accuracy(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
         f"one epoch at batch 16 and learning rate {args.accuracy_lr:g}: test accuracy in percent. The tensors "
         f"that train are float32 in both. bfloat16 minus float32, mean over seeds: {apart:+.2f} points.",
         "",
-        *format_table(["seed", "float32", "bfloat16", "difference"], rows),
+        format_table(["seed", "float32", "bfloat16", "difference"], rows) + "\n",
     ]
     return lines, []

@@ -109,6 +109,7 @@ def compare(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[
             quantity = f"batch {batch}: in bfloat16, times faster than {other}"
             limits.append(Limit(quantity, f"{statistics.median(faster):.2f}", f"at least {target:g}", kept))
     stacking = results[SUBJECT].ready["stacking"]
+    medians = {name: round(statistics.median(result.milliseconds()), 2) for name, result in results.items()}
     lines = [
         f"## Batch {batch}",
         "",
@@ -116,12 +117,10 @@ def compare(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[
         f"{stacking['clients']} clients at once and {stacking['workers']} workers. Flower's settings are actors x "
         "threads.",
         "",
-        *format_speed_table(results, SUBJECT),
+        format_speed_table(results, SUBJECT) + "\n",
         "In equal number formats, as ratios of these medians:",
         "",
-        *format_equal_table(
-            {name: round(statistics.median(result.milliseconds()), 2) for name, result in results.items()}, EQUAL
-        ),
+        format_equal_table(medians, EQUAL) + "\n",
     ]
     return lines, limits
 
@@ -182,6 +181,6 @@ def measure_last_layers(args: argparse.Namespace, python: Path | None, batch: in
         f"The first {len(results[CACHED].ready['losses'])} rounds, which fill the cache, took "
         f"{results[CACHED].ready['warm_up']:.1f} s, those of all layers {results[ALL_LAYERS].ready['warm_up']:.1f} s.",
         "",
-        *format_speed_table(results, CACHED),
+        format_speed_table(results, CACHED) + "\n",
     ]
     return lines, limits

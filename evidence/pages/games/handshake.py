@@ -3,7 +3,6 @@
 An answer that differs from that to an invitation with all labels tells whether the node has the label.
 """
 
-import csv
 import json
 import tempfile
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from evidence.pages.games.harness import Rows
+from evidence.pages.subsets import write_rows
 from fedspan import __version__
 from fedspan.config.node import NodeConfig, NodeLimits
 from fedspan.deployment.handshake import Introduction, Invitation
@@ -43,8 +43,7 @@ def serve_node(rows: Rows, **limits: str) -> Iterator[NodeService]:
     """Start a new node with default limits, but for those given."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train.csv"
-        with path.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([("text", "label"), *rows])
+        write_rows(path, ("text", "label"), rows)
         place = {"id": "victim", "server": "localhost:1", "folder": str(Path(folder) / "node")}
         yield NodeService(NodeConfig(**place, data={"train": str(path)}, limits=NodeLimits.model_validate(limits)))
 

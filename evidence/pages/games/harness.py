@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from scipy.stats import t
 from torch import Tensor
 
+from evidence.pages.subsets import write_rows
 from fedspan import __version__
 from fedspan.assembly.run import Prepared, prepare
 from fedspan.config import parse_config
@@ -89,8 +90,7 @@ def prepare_nodes(
     nodes = nodes or (NODES if protection in SUMMED else 1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train.csv"
-        with path.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([("text", "label"), *rows[: nodes * examples]])
+        write_rows(path, ("text", "label"), rows[: nodes * examples])
         config = {
             **{"seed": seed, "threads": 1, **values, **PROTECTIONS[protection]},
             "data": {"train": str(path), "test_fraction": 0.0, "labels": sorted({label for _, label in rows})},

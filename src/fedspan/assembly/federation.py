@@ -25,7 +25,7 @@ from fedspan.federation.conditions import Conditions
 from fedspan.federation.federation import Federation
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
-from fedspan.federation.settings import FEWEST_SECURE_CLIENTS, Arrivals, RoundSettings
+from fedspan.federation.settings import MIN_SECURE_CLIENTS, Arrivals, RoundSettings
 from fedspan.logs import read_lines
 from fedspan.run_folder import RunFolder
 from fedspan.tasks.task import Examples, get_labels
@@ -85,7 +85,7 @@ def _build_presence(config: RunConfig, ids: Sequence[str]) -> Presence:
     presence, required = config.simulation.build_presence(), config.federation.min_replies
     needs = [(required, "federation.min_replies")]
     if config.federation.secure is not None:
-        needs.append((FEWEST_SECURE_CLIENTS, "federation.secure"))
+        needs.append((MIN_SECURE_CLIENTS, "federation.secure"))
     for round in range(config.federation.most_rounds):
         try:
             for least, reason in needs:

@@ -107,7 +107,11 @@ def compute_baseline_head(head: HeadStart | None) -> HeadStart | None:
 
 
 def begin(federation: Federation, head: HeadStart | None) -> Progress:
-    """Return the progress before the first round, with a head from the statistics of all clients."""
+    """Return the progress before the first round, with a head from the statistics of all clients.
+
+    Raises:
+        TooFewReplies: If too few clients send statistics.
+    """
     return begin_at_random(federation) if head is None else start_head(federation, federation.begin(), head)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedspan.cli.commands import MACHINES, SERVER, ServerFolder, register_command
+from fedspan.cli.commands import MACHINES, SERVER, ServerFolder, argument, flag, option, register_command
 
 if TYPE_CHECKING:
     from fedspan.transports.http.server import ServerLink
@@ -21,12 +21,10 @@ if TYPE_CHECKING:
     panel=MACHINES,
 )
 def admit(
-    key: Annotated[Path, typer.Argument(metavar="KEY.pub", help="The node's public key.")],
-    name: Annotated[str, typer.Option("--as", metavar="NAME", help="Id that the node must use.")] = "",
+    key: Annotated[Path, argument("KEY.pub", "The node's public key.")],
+    name: Annotated[str, option("NAME", "Id that the node must use.", "--as")] = "",
     days: Annotated[int, typer.Option(min=0, max=36500, help="Days after which the admission ends; 0: never.")] = 730,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Revoke the node's earlier keys: the node has a new key.")
-    ] = False,
+    replace: Annotated[bool, flag("--replace", "Revoke the node's earlier keys: the node has a new key.")] = False,
     max_examples: Annotated[
         int | None,
         typer.Option(
@@ -40,10 +38,8 @@ def admit(
     ] = None,
     fingerprint: Annotated[
         str | None,
-        typer.Option(
-            "--fingerprint",
-            metavar="SHA256:...",
-            help="The key's fingerprint, as the data owner reads it out by telephone; another key is refused.",
+        option(
+            "SHA256:...", "The key's fingerprint, as the data owner reads it out by telephone; another key is refused."
         ),
     ] = None,
     folder: ServerFolder = SERVER,
@@ -68,8 +64,8 @@ def admit(
 
 @register_command("revoke", 'fedspan revoke clinic-a --reason "the machine was stolen"', panel=MACHINES)
 def revoke(
-    node: Annotated[str, typer.Argument(metavar="NODE", help="The node's name, or its id.")],
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="The reason, for the audit log.")] = "",
+    node: Annotated[str, argument("NODE", "The node's name, or its id.")],
+    reason: Annotated[str, option("TEXT", "The reason, for the audit log.")] = "",
     folder: ServerFolder = SERVER,
 ) -> None:
     """Revoke a node's key permanently: within seconds, its requests are refused and its replies are rejected.
@@ -92,7 +88,7 @@ def renew(
         list[str] | None, typer.Option("--name", help="Additional name or address of this machine; may be repeated.")
     ] = None,
     activate: Annotated[
-        bool, typer.Option("--activate", help="Use the renewed certificates, once every data owner has the new ca.crt.")
+        bool, flag("--activate", "Use the renewed certificates, once every data owner has the new ca.crt.")
     ] = False,
     folder: ServerFolder = SERVER,
 ) -> None:

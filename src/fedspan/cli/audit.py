@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.commands import MACHINES, Json, register_command
+from fedspan.cli.commands import MACHINES, Json, argument, flag, option, register_command
 from fedspan.errors import FedspanError, escape_controls
 
 
@@ -20,11 +20,11 @@ from fedspan.errors import FedspanError, escape_controls
     panel=MACHINES,
 )
 def approve(
-    node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
-    job: Annotated[str | None, typer.Argument(metavar="JOB", help="First characters of a job's name.")] = None,
-    refuse: Annotated[bool, typer.Option("--refuse", help="Refuse the job, even if it is running.")] = False,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason, sent to the server.")] = "",
-    settings: Annotated[bool, typer.Option("--settings", help="Show all settings of the jobs.")] = False,
+    node: Annotated[Path, argument("NODE", "The node's YAML file.")],
+    job: Annotated[str | None, argument("JOB", "First characters of a job's name.")] = None,
+    refuse: Annotated[bool, flag("--refuse", "Refuse the job, even if it is running.")] = False,
+    reason: Annotated[str, option("TEXT", "Reason, sent to the server.")] = "",
+    settings: Annotated[bool, flag("--settings", "Show all settings, also of decided jobs.")] = False,
 ) -> None:
     """Show the jobs that servers request from this node, with what would leave it; approve or refuse one."""
     from fedspan.config.node import load_node
@@ -45,6 +45,9 @@ def approve(
     if not requests:
         typer.echo("no server has requested a job yet")
     for request in requests:
+        if request.decision is not None and not settings:
+            typer.echo(f"job {request.job[:16]}  {request.decision}, requested {request.requested_at}")
+            continue
         typer.echo(f"job {request.job[:16]}")
         for name, value in request.summarize(config).items():
             typer.echo(f"  {name:<20}{value}")
@@ -60,14 +63,12 @@ def approve(
     panel=MACHINES,
 )
 def budget(
-    node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
-    new: Annotated[bool, typer.Option("--new", help="Start a new budget: nothing counts as used any more.")] = False,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason, for the node's audit log.")] = "",
+    node: Annotated[Path, argument("NODE", "The node's YAML file.")],
+    new: Annotated[bool, flag("--new", "Start a new budget: nothing counts as used any more.")] = False,
+    reason: Annotated[str, option("TEXT", "Reason, for the node's audit log.")] = "",
     replaces: Annotated[
         Path | None,
-        typer.Option(
-            metavar="OLD", help="Continue the budget of the key that the node used before (its folder, if it had none)."
-        ),
+        option("OLD", "Continue the budget of the key that the node used before (its folder, if it had none)."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -123,7 +124,7 @@ def budget(
 
 @register_command("audit", "fedspan audit fedspan-server", "fedspan audit fedspan-node --json", panel=MACHINES)
 def audit(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a server or a node.")],
+    folder: Annotated[Path, argument("FOLDER", "The folder of a server or a node.")],
     as_json: Json = False,
 ) -> None:
     """Verify the hash chain of a server's or a node's audit log, and print its entries.

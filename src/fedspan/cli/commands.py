@@ -21,12 +21,25 @@ MACHINES = "Between machines"
 
 SERVER = Path("fedspan-server")
 
-ServerFolder = Annotated[Path, typer.Option("--server", metavar="FOLDER", help="The server's folder.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="A.B=C", help="Override a config field; may be repeated."),
-]
+
+def option(metavar: str, help: str, *names: str) -> Any:
+    """Return Typer's description of an option with a value, named as its parameter unless names are given."""
+    return typer.Option(*names, metavar=metavar, help=help)
+
+
+def argument(metavar: str, help: str) -> Any:
+    """Return Typer's description of an argument."""
+    return typer.Argument(metavar=metavar, help=help)
+
+
+def flag(name: str, help: str) -> Any:
+    """Return Typer's description of an option without a value."""
+    return typer.Option(name, help=help)
+
+
+ServerFolder = Annotated[Path, option("FOLDER", "The server's folder.", "--server")]
+Json = Annotated[bool, flag("--json", "Print JSON instead of a table.")]
+Overrides = Annotated[list[str] | None, option("A.B=C", "Override a config field; may be repeated.", "--set")]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from fedspan.cli.commands import Json, Overrides, refuse_options, register_command
+from fedspan.cli.commands import Json, Overrides, argument, option, refuse_options, register_command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -22,15 +22,12 @@ if TYPE_CHECKING:
     from fedspan.experiments.series import Watcher
     from fedspan.experiments.tables import Table
 
-Config = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file that all runs share.")]
+Config = Annotated[Path | None, argument("CONFIG", "The YAML file that all runs share.")]
 Out = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="FOLDER", help="Folder of the runs and the table; an existing series is resumed."),
+    Path | None, option("FOLDER", "Folder of the runs and the table; an existing series is resumed.", "--out")
 ]
-Resume = Annotated[
-    Path | None, typer.Option("--resume", metavar="FOLDER", help="Resume a series with its original settings.")
-]
-Seeds = Annotated[str | None, typer.Option("--seeds", metavar="N,N", help="Seeds, separated by commas.")]
+Resume = Annotated[Path | None, option("FOLDER", "Resume a series with its original settings.", "--resume")]
+Seeds = Annotated[str | None, option("N,N", "Seeds, separated by commas.", "--seeds")]
 Report = TypeVar("Report")
 
 RESUMED = "it cannot be combined with --resume, which keeps the original settings"
@@ -44,19 +41,15 @@ RESUMED = "it cannot be combined with --resume, which keeps the original setting
 )
 def compare(
     config: Config = None,
-    methods: Annotated[str | None, typer.Option(metavar="KEY,KEY", help="Methods; fedspan methods lists them.")] = None,
+    methods: Annotated[str | None, option("KEY,KEY", "Methods; fedspan methods lists them.")] = None,
     seeds: Seeds = None,
     out: Out = None,
     overrides: Overrides = None,
     overrides_for: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set-for", metavar="METHOD:A.B=C", help="Override a config field for one method; may be repeated."
-        ),
+        option("METHOD:A.B=C", "Override a config field for one method; may be repeated.", "--set-for"),
     ] = None,
-    against: Annotated[
-        str | None, typer.Option(metavar="METHOD", help="Row to compare with. Default: the first.")
-    ] = None,
+    against: Annotated[str | None, option("METHOD", "Row to compare with. Default: the first.")] = None,
     resume: Resume = None,
     as_json: Json = False,
 ) -> None:
@@ -109,15 +102,10 @@ def compare(
 def sweep(
     config: Config = None,
     over: Annotated[
-        list[str] | None,
-        typer.Option(metavar="A.B=V,V", help="Values to try for a field; with --trials also a range V..V."),
+        list[str] | None, option("A.B=V,V", "Values to try for a field; with --trials also a range V..V.")
     ] = None,
-    trials: Annotated[
-        int | None, typer.Option(metavar="N", help="Number of random combinations. Default: all combinations.")
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(metavar="R", help="Rounds of a trial. Default: as in the config.")
-    ] = None,
+    trials: Annotated[int | None, option("N", "Number of random combinations. Default: all combinations.")] = None,
+    rounds: Annotated[int | None, option("R", "Rounds of a trial. Default: as in the config.")] = None,
     seeds: Seeds = None,
     out: Out = None,
     overrides: Overrides = None,

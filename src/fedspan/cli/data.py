@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedspan.cli.commands import Json, register_command
+from fedspan.cli.commands import Json, argument, register_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 @register_command("data", "fedspan data", "fedspan data sst2", "fedspan data --json")
 def data(
-    key: Annotated[
-        str | None, typer.Argument(metavar="KEY", help="Data set to describe, with a config to paste.")
-    ] = None,
+    key: Annotated[str | None, argument("KEY", "Data set to describe, with a config to paste.")] = None,
     as_json: Json = False,
 ) -> None:
     """List the data sets of data.dataset: their tasks, licenses and locations."""

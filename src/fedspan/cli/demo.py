@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedspan.cli.commands import Overrides, register_command
+from fedspan.cli.commands import Overrides, flag, option, register_command
 from fedspan.cli.live_run import find_unused_folder, show_run
 from fedspan.errors import build_install_command
 
@@ -25,13 +25,9 @@ if TYPE_CHECKING:
     "fedspan demo --show-config > my.yaml",
 )
 def demo(
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder of the run. Default: runs/demo, runs/demo-2, ...")
-    ] = None,
+    out: Annotated[Path | None, option("FOLDER", "Folder of the run. Default: runs/demo, runs/demo-2, ...")] = None,
     overrides: Overrides = None,
-    show_config: Annotated[
-        bool, typer.Option("--show-config", help="Print the demo's config, as a template of your own.")
-    ] = False,
+    show_config: Annotated[bool, flag("--show-config", "Print the demo's config, as a template of your own.")] = False,
 ) -> None:
     """Run a demo: twelve companies learn to tell praise from complaints in reviews, and no review leaves its company.
 

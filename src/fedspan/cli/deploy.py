@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedspan.cli.admission import warn_of_expiry
-from fedspan.cli.commands import MACHINES, SERVER, Overrides, ServerFolder, register_command
+from fedspan.cli.commands import MACHINES, SERVER, Overrides, ServerFolder, argument, flag, option, register_command
 from fedspan.cli.live_run import describe_interruption, find_unused_folder
 from fedspan.errors import FedspanError
 from fedspan.files import restrict_new_files
@@ -43,16 +43,14 @@ def server(
         list[str] | None,
         typer.Option("--name", help="A name or address under which nodes reach this machine; may be repeated."),
     ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Disable TLS and keys, for tests on one machine.")
-    ] = False,
+    insecure: Annotated[bool, flag("--insecure", "Disable TLS and keys, for tests on one machine.")] = False,
     bundles: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "NAME",
+            "Write the folder that this data owner needs (node file, certificate, instructions) and "
+            "exit; may be repeated.",
             "--bundle",
-            metavar="NAME",
-            help="Write the folder that this data owner needs (node file, certificate, instructions) and exit; may be "
-            "repeated.",
         ),
     ] = None,
     web_port: Annotated[
@@ -75,11 +73,11 @@ def server(
     ] = 60.0,
     proxies: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "ADDRESS",
+            "IP address of a reverse proxy in front of the server, whose connections are those of "
+            "many nodes; may be repeated.",
             "--proxy",
-            metavar="ADDRESS",
-            help="IP address of a reverse proxy in front of the server, whose connections are those of many nodes; may "
-            "be repeated.",
         ),
     ] = None,
 ) -> None:
@@ -194,18 +192,13 @@ def _write_bundles(folder: Path, ids: Sequence[str], names: Sequence[str], port:
 )
 @restrict_new_files()
 def join(
-    node: Annotated[Path | None, typer.Argument(metavar="NODE", help="The node's YAML file.")] = None,
-    new_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Create a key pair and exit.")] = None,
+    node: Annotated[Path | None, argument("NODE", "The node's YAML file.")] = None,
+    new_key: Annotated[Path | None, option("FILE", "Create a key pair and exit.")] = None,
     replaces: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="OLD", help="With --new-key: the key that the new one replaces, whose budget it continues."
-        ),
+        Path | None, option("OLD", "With --new-key: the key that the new one replaces, whose budget it continues.")
     ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Check the file, the key, the data and the connection, and exit.")
-    ] = False,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Disable TLS and keys.")] = False,
+    check: Annotated[bool, flag("--check", "Check the file, the key, the data and the connection, and exit.")] = False,
+    insecure: Annotated[bool, flag("--insecure", "Disable TLS and keys.")] = False,
 ) -> None:
     """Join federations as a data owner. Data and paths never leave this machine."""
     from fedspan.transports.http import require
@@ -250,13 +243,13 @@ def join(
 )
 @restrict_new_files()
 def submit(
-    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of a new run.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder of the run.")] = None,
+    config: Annotated[Path | None, argument("CONFIG", "The YAML file of a new run.")] = None,
+    out: Annotated[Path | None, option("FOLDER", "Folder of the run.")] = None,
     overrides: Overrides = None,
-    resume: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Resume an interrupted run.")] = None,
+    resume: Annotated[Path | None, option("FOLDER", "Resume an interrupted run.")] = None,
     wait: Annotated[float, typer.Option(min=1, help="Maximum number of seconds to wait for all nodes.")] = 600.0,
     offer_base: Annotated[
-        bool, typer.Option("--offer-base", help="Offer the base model's files to nodes that have no copy of it.")
+        bool, flag("--offer-base", "Offer the base model's files to nodes that have no copy of it.")
     ] = False,
     folder: ServerFolder = SERVER,
 ) -> None:
@@ -310,11 +303,11 @@ def _format_server_option(folder: Path) -> str:
 
 @register_command("flower-app", "fedspan flower-app app --config run.yaml", panel=MACHINES)
 def flower_app(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the app; empty or new.")],
-    config: Annotated[Path, typer.Option(metavar="CONFIG", help="The run's YAML file.")],
-    out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Folder of the runs, on the machine of Flower's ServerApp.")
-    ] = Path("runs/flower"),
+    folder: Annotated[Path, argument("FOLDER", "Folder of the app; empty or new.")],
+    config: Annotated[Path, option("CONFIG", "The run's YAML file.")],
+    out: Annotated[Path, option("FOLDER", "Folder of the runs, on the machine of Flower's ServerApp.")] = Path(
+        "runs/flower"
+    ),
     overrides: Overrides = None,
 ) -> None:
     """Write a Flower app that runs a federation. It is for Flower's simulation if the config names data."""
@@ -330,8 +323,8 @@ def flower_app(
 @register_command("host", "fedspan host node.yaml --socket /run/fedspan/host.sock --user flower", panel=MACHINES)
 @restrict_new_files()
 def host(
-    node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
-    address: Annotated[Path, typer.Option("--socket", metavar="FILE", help="The socket to create.")],
+    node: Annotated[Path, argument("NODE", "The node's YAML file.")],
+    address: Annotated[Path, option("FILE", "The socket to create.", "--socket")],
     user: Annotated[
         str | None, typer.Option(help="Name or id of the user that the SuperNode runs as. Default: this user.")
     ] = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from fedspan.cli.commands import Json, register_command
+from fedspan.cli.commands import Json, argument, option, register_command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     "diagnose", "fedspan diagnose runs/first", "fedspan diagnose runs/first --round best --pairs 6 --json"
 )
 def diagnose(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    round: Annotated[
-        str, typer.Option(metavar="ROUND", help="Checkpoint to continue from: last, best, or a round's number.")
-    ] = "last",
-    pairs: Annotated[int, typer.Option(metavar="N", help="Number of client pairs whose loss barrier is measured.")] = 3,
-    examples: Annotated[int, typer.Option(metavar="N", help="Held-out examples for the loss barrier.")] = 500,
+    run: Annotated[Path, argument("RUN", "A run's folder.")],
+    round: Annotated[str, option("ROUND", "Checkpoint to continue from: last, best, or a round's number.")] = "last",
+    pairs: Annotated[int, option("N", "Number of client pairs whose loss barrier is measured.")] = 3,
+    examples: Annotated[int, option("N", "Held-out examples for the loss barrier.")] = 500,
     as_json: Json = False,
 ) -> None:
     """Run one more round from a checkpoint without saving it, and compare the clients' updates.

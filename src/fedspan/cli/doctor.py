@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import typer
 from packaging.requirements import Requirement
 
-from fedspan.cli.commands import Json, register_command
+from fedspan.cli.commands import Json, option, register_command
 from fedspan.errors import FedspanError, build_install_command
 
 _LEAST_MEMORY = 4.0
@@ -190,7 +190,7 @@ def _check_hub() -> Check:
 
 @register_command("doctor", "fedspan doctor", "fedspan doctor --folder /data/runs --json")
 def doctor(
-    folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder for runs.")] = Path(),
+    folder: Annotated[Path, option("DIR", "Folder for runs.")] = Path(),
     as_json: Json = False,
 ) -> None:
     """Check the installation: packages and extras, accelerator, memory, disk, port, models. Nothing is changed.

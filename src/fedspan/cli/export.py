@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.commands import register_command
+from fedspan.cli.commands import argument, option, register_command
 from fedspan.cli.trained_model import ClientOption
 
 
@@ -26,18 +26,16 @@ class FormOption(StrEnum):
     "fedspan export runs/personal --out theirs --client client-03",
 )
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the export; it must not exist.")],
+    run: Annotated[Path, argument("RUN", "The run folder.")],
+    out: Annotated[Path, option("DIR", "Folder of the export; it must not exist.")],
     form: Annotated[
         FormOption, typer.Option(help="PEFT adapter, or merged Transformers model with its tokenizer.")
     ] = FormOption.adapter,
     client: ClientOption = None,
     round: Annotated[
-        str, typer.Option(metavar="N", help="best (by validation), last, or the number of a round with a checkpoint.")
+        str, option("N", "best (by validation), last, or the number of a round with a checkpoint.")
     ] = "best",
-    rank: Annotated[
-        int | None, typer.Option(metavar="R", help="Truncate the adapter to this rank (best approximation).")
-    ] = None,
+    rank: Annotated[int | None, option("R", "Truncate the adapter to this rank (best approximation).")] = None,
 ) -> None:
     """Export a run's trained model, as a PEFT adapter or merged into its base."""
     import fedspan

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from fedspan.cli.commands import register_command
+from fedspan.cli.commands import argument, flag, option, register_command
 from fedspan.errors import FedspanError
 
 
@@ -22,27 +20,21 @@ from fedspan.errors import FedspanError
 )
 def init(
     data: Annotated[
-        str,
-        typer.Argument(
-            metavar="DATA", help="A file, a folder or archive of images or texts by class, or a hub data set."
-        ),
+        str, argument("DATA", "A file, a folder or archive of images or texts by class, or a hub data set.")
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="File of the config.")] = Path("fedspan.yaml"),
-    test: Annotated[str | None, typer.Option(metavar="FILE", help="Test set. Default: a fifth of DATA.")] = None,
-    task: Annotated[str | None, typer.Option(metavar="TASK", help="Learning task. Default: inferred.")] = None,
-    text: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of texts, prompts or images.")] = None,
-    label: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of labels or numbers.")] = None,
-    answer: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of answers to prompts.")] = None,
-    by: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column that assigns each row to a client.")] = None,
-    clients: Annotated[
-        int | None, typer.Option(metavar="N", help="Number of clients of a random partition. Default: at most 10.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(metavar="ID", help="Base model. Default: a small one.")] = None,
-    method: Annotated[str, typer.Option(metavar="KEY", help="Method; fedspan methods lists them.")] = "fedit",
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    out: Annotated[Path, option("FILE", "File of the config.")] = Path("fedspan.yaml"),
+    test: Annotated[str | None, option("FILE", "Test set. Default: a fifth of DATA.")] = None,
+    task: Annotated[str | None, option("TASK", "Learning task. Default: inferred.")] = None,
+    text: Annotated[str | None, option("COLUMN", "Column of texts, prompts or images.")] = None,
+    label: Annotated[str | None, option("COLUMN", "Column of labels or numbers.")] = None,
+    answer: Annotated[str | None, option("COLUMN", "Column of answers to prompts.")] = None,
+    by: Annotated[str | None, option("COLUMN", "Column that assigns each row to a client.")] = None,
+    clients: Annotated[int | None, option("N", "Number of clients of a random partition. Default: at most 10.")] = None,
+    model: Annotated[str | None, option("ID", "Base model. Default: a small one.")] = None,
+    method: Annotated[str, option("KEY", "Method; fedspan methods lists them.")] = "fedit",
+    force: Annotated[bool, flag("--force", "Replace an existing file.")] = False,
     overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="data.FIELD=VALUE", help="Set an option of data, such as data.delimiter=^."),
+        list[str] | None, option("data.FIELD=VALUE", "Set an option of data, such as data.delimiter=^.", "--set")
     ] = None,
 ) -> None:
     """Infer a commented config from the beginning of your own data, and describe the data."""

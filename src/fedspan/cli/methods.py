@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedspan.cli.commands import Json, register_command
+from fedspan.cli.commands import Json, argument, register_command
 from fedspan.errors import FedspanError, suggest_nearest
 
 if TYPE_CHECKING:
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 @register_command("methods", "fedspan methods", "fedspan methods fedloru", "fedspan methods --json")
 def methods(
-    key: Annotated[
-        str | None, typer.Argument(metavar="METHOD", help="Method or wrapper to describe, with its options.")
-    ] = None,
+    key: Annotated[str | None, argument("METHOD", "Method or wrapper to describe, with its options.")] = None,
     as_json: Json = False,
 ) -> None:
     """List the methods with their properties (all measured by the tests), and the wrappers.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedspan.cli.commands import Json, Overrides, register_command
+from fedspan.cli.commands import Json, Overrides, argument, option, register_command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ _MAX_NAME = 24
     "fedspan partition my.yaml --set partition.alpha=0.1 --png partition.png",
 )
 def partition(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")],
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Image file of a plot.")] = None,
+    config: Annotated[Path, argument("CONFIG", "The run's YAML file.")],
+    png: Annotated[Path | None, option("FILE", "Image file of a plot.")] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:

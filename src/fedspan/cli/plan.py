@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedspan.cli.commands import Json, Overrides, register_command
+from fedspan.cli.commands import Json, Overrides, argument, option, register_command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -30,39 +30,27 @@ _BINARY = 2
     "fedspan plan my.yaml --examples 5000 --length 25 --device A100 --mbit 100",
 )
 def plan(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="Config of the run. Default: options only.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(metavar="ID", help="Hub id or local folder of the model.")] = None,
+    config: Annotated[Path | None, argument("[CONFIG]", "Config of the run. Default: options only.")] = None,
+    model: Annotated[str | None, option("ID", "Hub id or local folder of the model.")] = None,
     methods: Annotated[
-        str | None,
-        typer.Option(metavar="A,B", help="Methods, or all. Default: the config's method; all without a config."),
+        str | None, option("A,B", "Methods, or all. Default: the config's method; all without a config.")
     ] = None,
-    clients: Annotated[int | None, typer.Option(metavar="N", help="Number of clients.")] = None,
-    cohort: Annotated[int | None, typer.Option("--per-round", metavar="N", help="Number of clients per round.")] = None,
-    rank: Annotated[int | None, typer.Option(metavar="R", help="Rank of all clients' adapters.")] = None,
-    rounds: Annotated[int | None, typer.Option(metavar="T", help="Number of rounds.")] = None,
-    targets: Annotated[str | None, typer.Option(metavar="A,B", help="Target modules. Default: PEFT's.")] = None,
+    clients: Annotated[int | None, option("N", "Number of clients.")] = None,
+    cohort: Annotated[int | None, option("N", "Number of clients per round.", "--per-round")] = None,
+    rank: Annotated[int | None, option("R", "Rank of all clients' adapters.")] = None,
+    rounds: Annotated[int | None, option("T", "Number of rounds.")] = None,
+    targets: Annotated[str | None, option("A,B", "Target modules. Default: PEFT's.")] = None,
     examples: Annotated[
-        int | None, typer.Option(metavar="N", help="Size of the training set, which determines the number of steps.")
+        int | None, option("N", "Size of the training set, which determines the number of steps.")
     ] = None,
-    labels: Annotated[
-        int | None, typer.Option(metavar="N", help="Number of classes. Default: 2 without a config.")
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(metavar="N", help="Mean number of tokens per example. Default: model.max_length.")
-    ] = None,
+    labels: Annotated[int | None, option("N", "Number of classes. Default: 2 without a config.")] = None,
+    length: Annotated[int | None, option("N", "Mean number of tokens per example. Default: model.max_length.")] = None,
     device: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Estimate the time on a GPU (A100), or measure it on this machine (here)."),
+        str | None, option("NAME", "Estimate the time on a GPU (A100), or measure it on this machine (here).")
     ] = None,
-    utilization: Annotated[
-        float | None, typer.Option(metavar="U", help="Share of a GPU's peak FLOPs. Default: 0.35.")
-    ] = None,
-    mbit: Annotated[
-        float | None, typer.Option(metavar="N", help="Bandwidth of a client's link in Mbit/s, for transfer times.")
-    ] = None,
-    task: Annotated[str | None, typer.Option(metavar="TASK", help=f"Task without a config. Default: {_TASK}.")] = None,
+    utilization: Annotated[float | None, option("U", "Share of a GPU's peak FLOPs. Default: 0.35.")] = None,
+    mbit: Annotated[float | None, option("N", "Bandwidth of a client's link in Mbit/s, for transfer times.")] = None,
+    task: Annotated[str | None, option("TASK", f"Task without a config. Default: {_TASK}.")] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
@@ -96,8 +84,10 @@ def plan(
         from fedspan.methods.registry import get_method_class
 
         get_method_class(_get_method_name(values))
-    if config is None and labels is None and _has_labels(task or _TASK):
-        labels = _BINARY
+    if config is None and labels is None:
+        from fedspan.tasks.registry import get_task
+
+        labels = _BINARY if get_task(task or _TASK, "--task").has_labels else None
     screen = create_console()
     screen.quiet = as_json
     activity = "timing some steps on this machine" if device == "here" else "loading torch and Transformers"
@@ -130,12 +120,6 @@ def plan(
         typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))
     else:
         _show(screen, plans, refused, length is None)
-
-
-def _has_labels(task: str) -> bool:
-    from fedspan.tasks.registry import get_task
-
-    return get_task(task, "--task").has_labels
 
 
 def _make_config_values(task: str) -> dict[str, Any]:

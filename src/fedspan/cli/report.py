@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.commands import register_command
+from fedspan.cli.commands import argument, flag, option, register_command
 
 
 @register_command(
@@ -20,10 +20,10 @@ from fedspan.cli.commands import register_command
     "fedspan report runs/first runs/second --out both.html",
 )
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or of series of runs.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="File of the report.")] = Path("report.html"),
+    runs: Annotated[list[Path], argument("RUN...", "Folders of runs, or of series of runs.")],
+    out: Annotated[Path, option("FILE", "File of the report.")] = Path("report.html"),
     diagnose: Annotated[
-        bool, typer.Option("--diagnose", help="Run one more round of each kind of run, and show its diagnostics.")
+        bool, flag("--diagnose", "Run one more round of each kind of run, and show its diagnostics.")
     ] = False,
     data: Annotated[bool, typer.Option(help="Read the data again, to show each client's label distribution.")] = True,
 ) -> None:
@@ -43,9 +43,9 @@ def report(
 
 @register_command("watch", "fedspan watch runs/first", "fedspan watch runs/first --open")
 def watch(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run; it may not exist yet.")],
+    run: Annotated[Path, argument("RUN", "Folder of a run; it may not exist yet.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page. Default: a free one.")] = 0,
-    open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    open_page: Annotated[bool, flag("--open", "Open the page in the browser.")] = False,
 ) -> None:
     """Show a run on a web page of this machine, live until Ctrl-C: rounds, curves, clients, failures, traffic, privacy.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from fedspan.cli.commands import Json, Overrides, refuse_options, register_command
+from fedspan.cli.commands import Json, Overrides, argument, flag, option, refuse_options, register_command
 from fedspan.cli.compare import RESUMED, Out, Resume, Seeds, parse_seeds, print_table
 from fedspan.errors import FedspanError
 
@@ -27,27 +27,16 @@ if TYPE_CHECKING:
     "fedspan reproduce rolora-table1 --data ~/data --out runs/table1",
 )
 def reproduce(
-    id: Annotated[
-        str | None, typer.Argument(metavar="ID", help="Preset to reproduce. Default: list all presets.")
-    ] = None,
-    scale: Annotated[
-        str, typer.Option(metavar="SCALE", help="small: for two CPU cores; full: as in the paper.")
-    ] = "small",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show steps, bytes and memory; nothing is read.")] = False,
-    data: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder of local data sets, if the preset reads files.")
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder of a model, if the preset requires one.")
-    ] = None,
+    id: Annotated[str | None, argument("ID", "Preset to reproduce. Default: list all presets.")] = None,
+    scale: Annotated[str, option("SCALE", "small: for two CPU cores; full: as in the paper.")] = "small",
+    dry_run: Annotated[bool, flag("--dry-run", "Show steps, bytes and memory; nothing is read.")] = False,
+    data: Annotated[Path | None, option("FOLDER", "Folder of local data sets, if the preset reads files.")] = None,
+    model: Annotated[Path | None, option("FOLDER", "Folder of a model, if the preset requires one.")] = None,
     out: Out = None,
     seeds: Seeds = None,
     overrides: Overrides = None,
     reuse: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FOLDER", help="Folder of finished runs, of which equal ones are copied; may be repeated."
-        ),
+        list[Path] | None, option("FOLDER", "Folder of finished runs, of which equal ones are copied; may be repeated.")
     ] = None,
     resume: Resume = None,
     as_json: Json = False,

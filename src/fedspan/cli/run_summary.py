@@ -24,8 +24,8 @@ from fedspan.tasks.metrics import METRICS
 from fedspan.tasks.registry import get_task
 
 _NO_SCORES = (
-    "no scores were measured: there is no test set, and no client has validation or test examples (a node needs "
-    "at least limits.evaluation_examples of them)"
+    "no scores were measured: there is no test set, and no client has enough validation or test examples (a node needs "
+    "limits.evaluation_examples of them)"
 )
 _MAX_FAILURES = 5
 _TARGET_COLUMNS: Mapping[TargetType, str] = {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedspan.cli.admission import warn_of_expiry
-from fedspan.cli.commands import MACHINES, SERVER, Json, ServerFolder, register_command
+from fedspan.cli.commands import MACHINES, SERVER, Json, ServerFolder, argument, option, register_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,9 +26,7 @@ _COLORS = {"online": "green", "offline": "yellow", "revoked": "red"}
 @register_command("status", "fedspan status", "fedspan status --run runs/first", panel=MACHINES)
 def status(
     folder: ServerFolder = SERVER,
-    run: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Run to show. Default: the newest run of this server.")
-    ] = None,
+    run: Annotated[Path | None, option("FOLDER", "Run to show. Default: the newest run of this server.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show the nodes of a server, and the progress of its run.
@@ -118,7 +116,7 @@ def _format_last_seen(node: Node) -> str:
 
     if node.status == "online":
         return f"now, for {format_duration(node.online_seconds)}"
-    return "never" if node.offline_since is None else _format_ago(node.offline_since)
+    return "not since start" if node.offline_since is None else _format_ago(node.offline_since)
 
 
 def _format_ago(moment: float) -> str:
@@ -147,7 +145,7 @@ def _show_run(out: Console, run_folder: Path, run_status: RunStatus) -> None:
 
 @register_command("health", "fedspan health node.yaml", panel=MACHINES)
 def health(
-    node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
+    node: Annotated[Path, argument("NODE", "The node's YAML file.")],
     within: Annotated[
         float,
         typer.Option(

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from fedspan.cli.commands import Overrides, refuse_options, register_command
+from fedspan.cli.commands import Overrides, argument, option, refuse_options, register_command
 from fedspan.cli.live_run import find_unused_folder, show_run
 from fedspan.errors import FedspanError
 
@@ -20,25 +18,20 @@ from fedspan.errors import FedspanError
     "fedspan run --resume runs/first --set federation.rounds=40",
 )
 def run(
-    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of a new run.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder of the run. Default: runs/ and the config's name.")
-    ] = None,
+    config: Annotated[Path | None, argument("CONFIG", "The YAML file of a new run.")] = None,
+    out: Annotated[Path | None, option("FOLDER", "Folder of the run. Default: runs/ and the config's name.")] = None,
     overrides: Overrides = None,
     resume: Annotated[
         Path | None,
-        typer.Option(
-            "--resume",
-            metavar="FOLDER",
-            help="Resume a run with its own config; with --set federation.rounds=N, extend it to N rounds, even a "
-            "finished one.",
+        option(
+            "FOLDER",
+            "Resume a run with its own config; with --set federation.rounds=N, extend it to N "
+            "rounds, even a finished one.",
         ),
     ] = None,
     track: Annotated[
         str | None,
-        typer.Option(
-            metavar="A,B", help="tensorboard, wandb, mlflow, trackio, or none. Default: tensorboard if it is installed."
-        ),
+        option("A,B", "tensorboard, wandb, mlflow, trackio, or none. Default: tensorboard if it is installed."),
     ] = None,
 ) -> None:
     """Train across the clients, round by round, and export the best round's adapter.

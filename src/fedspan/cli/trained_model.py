@@ -9,13 +9,13 @@ from typing import Annotated, cast
 
 import typer
 
-from fedspan.cli.commands import Json, Overrides, register_command
+from fedspan.cli.commands import Json, Overrides, argument, flag, option, register_command
 from fedspan.errors import FedspanError
 from fedspan.files import neutralize_formula
 
-Model = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run or of an exported model.")]
+Model = Annotated[Path, argument("RUN_OR_MODEL", "Folder of a run or of an exported model.")]
 ClientOption = Annotated[
-    str | None, typer.Option("--client", metavar="ID", help="Client whose model is used, if every client has its own.")
+    str | None, option("ID", "Client whose model is used, if every client has its own.", "--client")
 ]
 
 
@@ -28,25 +28,19 @@ ClientOption = Annotated[
 def predict(
     model: Model,
     texts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="TEXT...", help="Texts or image files; for a model of pairs, two texts with a tab."),
+        list[str] | None, argument("TEXT...", "Texts or image files; for a model of pairs, two texts with a tab.")
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option(
-            "--file",
-            metavar="FILE",
-            help="A table in any format that init reads, or a .txt file with one text per line; - reads lines of "
-            "standard input.",
+        option(
+            "FILE",
+            "A table in any format that init reads, or a .txt file with one text per line; - reads "
+            "lines of standard input.",
         ),
     ] = None,
-    text: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="The table's column. Default: as in training.")
-    ] = None,
-    text_pair: Annotated[str | None, typer.Option(metavar="COLUMN", help="The table's column of second texts.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="New .csv, .tsv or .jsonl file for the table with predictions.")
-    ] = None,
+    text: Annotated[str | None, option("COLUMN", "The table's column. Default: as in training.")] = None,
+    text_pair: Annotated[str | None, option("COLUMN", "The table's column of second texts.")] = None,
+    out: Annotated[Path | None, option("FILE", "New .csv, .tsv or .jsonl file for the table with predictions.")] = None,
     client: ClientOption = None,
     as_json: Json = False,
 ) -> None:
@@ -126,44 +120,25 @@ def _split_role(text: str) -> tuple[str, str]:
 def evaluate(
     model: Model,
     client: ClientOption = None,
-    data: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Labeled examples. Default: the run's held-out test set.")
-    ] = None,
-    text: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Column of texts. Default: the run's, or text.")
-    ] = None,
-    image: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Column of images. Default: the run's, or image.")
-    ] = None,
-    label: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Column of labels or numbers. Default: the run's, or label.")
-    ] = None,
-    text_pair: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of second texts.")] = None,
-    answer: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Column of answers or targets. Default: answer.")
-    ] = None,
+    data: Annotated[str | None, option("FILE", "Labeled examples. Default: the run's held-out test set.")] = None,
+    text: Annotated[str | None, option("COLUMN", "Column of texts. Default: the run's, or text.")] = None,
+    image: Annotated[str | None, option("COLUMN", "Column of images. Default: the run's, or image.")] = None,
+    label: Annotated[str | None, option("COLUMN", "Column of labels or numbers. Default: the run's, or label.")] = None,
+    text_pair: Annotated[str | None, option("COLUMN", "Column of second texts.")] = None,
+    answer: Annotated[str | None, option("COLUMN", "Column of answers or targets. Default: answer.")] = None,
     roles: Annotated[
-        list[str] | None,
-        typer.Option("--role", metavar="ROLE=COLUMN", help="Column with a role (data.roles); may be repeated."),
+        list[str] | None, option("ROLE=COLUMN", "Column with a role (data.roles); may be repeated.", "--role")
     ] = None,
     overrides: Overrides = None,
     generate: Annotated[
-        bool,
-        typer.Option(
-            "--generate/--no-generate", help="Generate the answers of language models and seq2seq, and score them."
-        ),
+        bool, flag("--generate/--no-generate", "Generate the answers of language models and seq2seq, and score them.")
     ] = True,
     tasks: Annotated[
-        str | None,
-        typer.Option(metavar="A,B", help="Tasks of lm-evaluation-harness (mmlu, arc_easy), in place of data."),
+        str | None, option("A,B", "Tasks of lm-evaluation-harness (mmlu, arc_easy), in place of data.")
     ] = None,
-    shots: Annotated[int | None, typer.Option(metavar="N", help="Few-shot examples per prompt, with --tasks.")] = None,
-    limit: Annotated[
-        int | None, typer.Option(metavar="N", help="Maximum number of examples per task, with --tasks.")
-    ] = None,
-    include: Annotated[
-        Path | None, typer.Option("--task-folder", metavar="DIR", help="Folder of custom tasks, with --tasks.")
-    ] = None,
+    shots: Annotated[int | None, option("N", "Few-shot examples per prompt, with --tasks.")] = None,
+    limit: Annotated[int | None, option("N", "Maximum number of examples per task, with --tasks.")] = None,
+    include: Annotated[Path | None, option("DIR", "Folder of custom tasks, with --tasks.", "--task-folder")] = None,
     as_json: Json = False,
 ) -> None:
     """Evaluate a model as PEFT loads it, by the metrics of its task: accuracy, correlation, perplexity, exact match."""

@@ -95,7 +95,7 @@ from fedspan.federation.secagg.messages import (
     create_initial_values,
     flatten,
 )
-from fedspan.federation.settings import FEWEST_SECURE_CLIENTS
+from fedspan.federation.settings import MIN_SECURE_CLIENTS
 
 
 class SecureClient:
@@ -115,7 +115,7 @@ class SecureClient:
         self,
         id: str,
         sessions: SessionStore,
-        min_clients: int = FEWEST_SECURE_CLIENTS,
+        min_clients: int = MIN_SECURE_CLIENTS,
         colluders: int = 1,
         identity: Identity | None = None,
         known: Mapping[str, str] | None = None,
@@ -426,8 +426,11 @@ def _compute_digest(body: bytes) -> str:
 
 @lru_cache(maxsize=1)
 def _is_canonical(body: bytes) -> bool:
-    """Return whether equal messages would have equal digests; like ``_compute_digest``, once for all clients."""
-    return serialization.is_canonical(body)
+    """Return whether a message is encoded as by ``encode``, so that equal messages have equal digests.
+
+    Like ``_compute_digest``, it runs once for all clients.
+    """
+    return serialization.encode(serialization.decode(body)) == body
 
 
 def _get_public_keys(keys: SessionKeys) -> PublicKeys:

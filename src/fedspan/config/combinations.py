@@ -12,7 +12,7 @@ from fedspan.core.method import Method
 from fedspan.core.values import Client, Job, LayerSpec, Reduced, ServerState, Spec
 from fedspan.data.files import FROM_TRAINERS, NOWHERE
 from fedspan.errors import FedspanError, suggest_nearest
-from fedspan.federation.settings import MOST_SECURE_CLIENTS
+from fedspan.federation.settings import MAX_SECURE_CLIENTS
 from fedspan.federation.validation import compute_origin
 from fedspan.methods.registry import get_method_class
 
@@ -115,8 +115,8 @@ def explain_random_head(config: RunSections) -> str | None:
             config.task_definition.target_type == "labels"
             and (config.federation.secure is not None or config.data.train == NOWHERE)
         ),
-        f"all clients send statistics, and a secure sum has at most {MOST_SECURE_CLIENTS}": (
-            config.federation.secure is not None and config.partition.clients > MOST_SECURE_CLIENTS
+        f"all clients send statistics, and a secure sum has at most {MAX_SECURE_CLIENTS}": (
+            config.federation.secure is not None and config.partition.clients > MAX_SECURE_CLIENTS
         ),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)

@@ -31,7 +31,7 @@ _LARGEST_VALIDATION = 0.2
 """Largest share for validation where the examples are few."""
 _CLIENTS = 10
 """Number of clients of a random partition, unless the user requests another one."""
-_FEWEST = 3
+_MIN_EXAMPLES = 3
 """Number of examples that a client has at least, unless the user requests more clients: enough for all parts."""
 _SET_NOTE = "init takes options of data as --set data.FIELD=VALUE."
 _SAMPLE_BYTES = 8 << 20
@@ -230,10 +230,10 @@ def _select_partition(
     if not loaded.is_complete:
         return None, count, notes
     units = len(loaded.train) if loaded.groups is None else len(set(loaded.groups.tolist()))
-    possible = max(1, min(count, units // _FEWEST))
+    possible = max(1, min(count, units // _MIN_EXAMPLES))
     if clients is None and possible < count:
         noun, each = ("client", "it") if possible == 1 else ("clients", "each")
-        notes.append(f"{possible} {noun}, so that {each} has at least {_FEWEST} examples (--clients)")
+        notes.append(f"{possible} {noun}, so that {each} has at least {_MIN_EXAMPLES} examples (--clients)")
         count = possible
     at_random = PartitionConfig(clients=count)
     try:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from fedspan.errors import require_printable
 
-MOST_TAGS = 32
+MAX_TAGS = 32
 
 Tag = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(require_printable)]
 
@@ -21,7 +21,7 @@ def _convert_scalar(value: object) -> object:
     return str(value) if isinstance(value, int | float) else value
 
 
-Tags = Annotated[dict[Tag, Annotated[Tag, BeforeValidator(_convert_scalar)]], Field(max_length=MOST_TAGS)]
+Tags = Annotated[dict[Tag, Annotated[Tag, BeforeValidator(_convert_scalar)]], Field(max_length=MAX_TAGS)]
 """Tags by name; numbers and truth values are taken as text."""
 
 

@@ -74,7 +74,7 @@ class Claims:
         reduction: ``sum`` if a weighted mean of replies suffices, else ``stack``.
         extras: Default policy for the parameters that train beside the target layers.
         adapter: Whether the update is of low rank, so that ``r`` matters.
-        reinitializes: Whether factors are re-initialized or decomposed anew every round (so that moments and control
+        reinitializes: Whether factors are re-initialized or decomposed again every round (so that moments and control
             variates of a round mean nothing in the next).
         shrinks: Whether a client may reply with fewer slots than it received, for ``contribute`` to check.
         budgets: Whether a client's rank is a budget (of the model's slots that it trains and sends), not a shape.
@@ -168,7 +168,17 @@ def reply(job: Job, trained: Trained, scalars: Mapping[str, int | float | str | 
 
 
 class Method(ABC):
-    """The six functions of a method. Instances are immutable and hold hyperparameters only."""
+    """The six functions of a method. Instances are immutable and hold hyperparameters only.
+
+    Arguments that the functions share:
+
+    - ``state``: the server's state between rounds.
+    - ``client``: the client with its rank and weight; None: the global model.
+    - ``message``: what was received: tensors by name, ``<module path>/A`` (r, I) and ``<module path>/B`` (O, r) for a
+      target layer (O, I) under LoRA, and ``extras/<parameter path>`` in the parameter's shape.
+    - ``memory``: the client's own tensors from its last round; empty before the first one.
+    - ``round``: number of the round, from 0.
+    """
 
     spec: Spec
 
@@ -182,15 +192,30 @@ class Method(ABC):
 
     @abstractmethod
     def init(self, weights: Weights) -> ServerState:
-        """Create the state before round 0 (server, once)."""
+        """Create the state before round 0 (server, once).
+
+        Args:
+            weights: The pretrained model, whose ``get_weight`` returns W0 of a target layer, (O, I).
+
+        Returns:
+            The state, whose tensors are the global model without its base.
+        """
 
     @abstractmethod
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        """Build the message for a client, or the complete one for ``None`` (server)."""
+        """Build the message for a client (server).
+
+        Returns:
+            What the client lacks since ``client.last_round``; for None, everything.
+        """
 
     @abstractmethod
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        """Define a client's job (client). It also defines the model to evaluate, so it must not depend on callers."""
+        """Define a client's job (client). It also defines the model to evaluate, so it must not depend on callers.
+
+        Returns:
+            The job, with all tensors of the client's model and the names of those that train.
+        """
 
     @abstractmethod
     def finish(
@@ -216,7 +241,15 @@ class Method(ABC):
 
     @abstractmethod
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        """Compute the state after the round (server)."""
+        """Compute the state after the round (server).
+
+        Args:
+            state: The state before the round.
+            reduced: The weighted mean of each ``sum`` tensor, in its shape, and every client's ``stack`` tensors.
+
+        Returns:
+            The next state: ``state.advance_round(...)``, which counts the round.
+        """
 
     def build_second_order(self, state: ServerState, reduced: Reduced) -> Message:
         """Build the message of a round's second exchange, which is the same for all clients (server).

@@ -47,12 +47,12 @@ class ServerState:
 
     Args:
         round: Number of finished rounds, and of the next one: rounds and their attempts are numbered from 0 everywhere.
-        tensors: The global model without its base.
+        tensors: The global model without its base, by name (``Message``).
         base: The accumulated change of the frozen base.
         memory: The server's own tensors, which are not part of the model (momenta, control variates, second moments).
         scalars: Small plain values.
-        generation: Number of times that the tensors got new coordinates (re-initialized or decomposed anew; not where a
-            method rotates them towards the former ones); the server's moments of an older generation are invalid.
+        generation: Number of times that the tensors got new coordinates (re-initialized or decomposed again; not where
+            a method rotates them towards the former ones); the server's moments of an older generation are invalid.
     """
 
     round: int = 0
@@ -72,7 +72,8 @@ class Message:
     """The data transmitted in one direction, for one client and round.
 
     Args:
-        tensors: Named tensors.
+        tensors: Tensors by name: ``<module path>/<slot>`` for a target layer (O, I), such as LoRA's ``A`` (r, I) and
+            ``B`` (O, r), and ``extras/<parameter path>``, in the parameter's shape.
         scalars: Small plain values.
         base: The part of the base update that the client lacks (downlink only).
     """
@@ -92,7 +93,7 @@ class Group:
     Args:
         names: Tensor names.
         lr_scale: Multiplier on the learning rate.
-        weight_decay: Weight decay in place of the run's; None: the run's.
+        weight_decay: Weight decay instead of the run's; None: the run's.
         turns: Number of turns in a cycle of optimizer steps; 1: the group is active in every step.
         turn: The turn in which the group is active, from 0; every job begins with turn 0.
         smoothed_axis: Axis along which gradients are smoothed (``core.smoothing``) after clipping and noise; None:
@@ -186,8 +187,8 @@ class Job:
         tensors: Initial values of the slots of all target layers, and of the extras.
         trainable: The tensors that train, in groups.
         steps: Optimizer steps; None: the run's epochs or steps; 0: no step, only the mean raw gradient.
-        epochs: Local epochs in place of the run's (for a phase of a method); None: the run's.
-        masks: 0/1 tensors by name; masked entries neither move nor gather moments.
+        epochs: Local epochs instead of the run's (for a phase of a method); None: the run's.
+        masks: 0/1 tensors by name, in the tensors' shapes; masked entries neither move nor gather moments.
         penalties: Terms added to the loss.
         gradient_offset: Offset added to trained tensors' gradients after clipping (SCAFFOLD's c - c_i).
         optimizer: Changes to the run's optimizer (by field of ``OptimizerSpec``).
@@ -268,7 +269,7 @@ class Contribution:
     anything else, has another name (wrappers rely on it). A client that omits a sum tensor counts as 0.
 
     Args:
-        sum: Tensors of which only the weighted mean over clients is needed (so a secure sum suffices).
+        sum: Tensors of which only the weighted mean over clients is needed (so secure aggregation suffices).
         stack: Tensors that the server needs individually for each client.
         weight: The client's weight before normalization; None: ``Client.weight``.
     """
@@ -280,7 +281,13 @@ class Contribution:
 
 @dataclass(frozen=True)
 class StackItem:
-    """One client's stacked tensors with its normalized weight."""
+    """One client's stacked tensors with its normalized weight.
+
+    Args:
+        client: The client.
+        weight: Its share of the cohort's weight; all shares sum to 1.
+        tensors: Its ``stack`` tensors, in the shapes of its own rank.
+    """
 
     client: Client
     weight: float
@@ -313,6 +320,9 @@ class LayerSpec:
     (O, channels, k1, k2). An embedding is (dimension, vocabulary), the matrix that a one-hot input meets.
 
     Args:
+        name: Module path in the model.
+        out_features: O.
+        in_features: I.
         kernel: Kernel size (k1, k2) of a convolution.
     """
 
@@ -337,6 +347,7 @@ class Spec:
     """The model and the federation, as every party knows them.
 
     Args:
+        layers: The target layers.
         extras: Shapes of the parameters that train beside them, and of their buffers, by path.
         buffers: Extras that are buffers: the forward pass updates them, no optimizer does.
         variances: Buffers that hold variances, which are never negative.

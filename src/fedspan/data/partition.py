@@ -231,7 +231,7 @@ def _split(
     bounds = shares.bounds.tolist()
     for number, client in enumerate(shares.ids):
         start, stop = bounds[number], bounds[number + 1]
-        validation, test = _compute_part_sizes(stop - start, config.validation, config.test)
+        validation, test = compute_part_sizes(stop - start, config.validation, config.test)
         rng = make_generator(seed, "split", client)
         shuffled = shares.rows[start:stop]
         if groups is not None:
@@ -274,7 +274,7 @@ def _split_groups(
     return np.concatenate([*parts, rows]), len(parts[1]), len(parts[0])
 
 
-def _compute_part_sizes(count: int, validation: float, test: float) -> tuple[int, int]:
+def compute_part_sizes(count: int, validation: float, test: float) -> tuple[int, int]:
     """Return the sizes of validation and test: at least one each of three, test of two; one is left for training."""
     sizes = [int(count * validation + 0.5), int(count * test + 0.5)]
     if validation > 0 and count >= 3:

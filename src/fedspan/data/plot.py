@@ -19,7 +19,7 @@ from fedspan.data.partition import Partition
 if TYPE_CHECKING:
     import datasets
 
-MOST_BARS = 12
+MAX_BARS = 12
 # Okabe and Ito's colors, distinguishable with any color vision, then four more for up to twelve labels.
 _COLORS = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00",
@@ -48,7 +48,7 @@ def plot_partition(partition: Partition, labels: Sequence[str], dataset: dataset
     figure = Figure(layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    draw = _draw_bars if len(labels) <= MOST_BARS else _draw_heat_map
+    draw = _draw_bars if len(labels) <= MAX_BARS else _draw_heat_map
     draw(figure, axes, counts_CL, clients, names)
     title = f"{len(rows)} clients, {partition.examples:,} examples, {len(labels)} labels"
     axes.set_title(title, loc="left", fontsize=11, color=_INK)

@@ -34,7 +34,7 @@ _TEXT_KEY = re.compile(
 """Keys whose values are texts: transformers opens none of them, and their slashes mean no folder."""
 _REPEAT_KEY = re.compile(r"(?:layers?|depths?|experts?|blocks?)$", re.IGNORECASE)
 """Keys of how often a part of a model is repeated."""
-_MOST_REPEATS = 1024
+_MAX_REPEATS = 1024
 _POSITIONS_KEY = re.compile(r"positions?(?:_embeddings)?$", re.IGNORECASE)
 _WIDTH_KEY = re.compile(r"^(?:dim|d_model|hidden_size|n_embd|emb_dim|embed_dim)$", re.IGNORECASE)
 _LEAST_TABLE = 2**26
@@ -120,7 +120,7 @@ def _require_own_name(name: str, key: str, value: str, own: Collection[str]) -> 
 
 
 def _require_plausible(key: str, value: int, most: int) -> None:
-    most = _MOST_REPEATS if _REPEAT_KEY.search(key) else most
+    most = _MAX_REPEATS if _REPEAT_KEY.search(key) else most
     if abs(value) > most:
         raise ValueError(f"config.json has {key!r} = {value}, and the weights allow {most} at most")
 

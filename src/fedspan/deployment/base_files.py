@@ -25,7 +25,7 @@ from fedspan.deployment.base_offers import OFFERS, BaseFile, compute_offer_diges
 from fedspan.errors import FedspanError
 from fedspan.files import compute_sha256, convert_disk_errors, write_atomic
 
-_MOST_WANTED = 4
+_MAX_WANTED = 4
 """Maximum number of models that a node receives at a time, so that no server fills its folder with requests."""
 _RESERVE = 2**30
 """Free space that receiving a model leaves on the node's disk, in bytes."""
@@ -104,8 +104,8 @@ def require_base(node: NodeConfig, name: str, revision: str | None, files: Seque
         if others:
             problem += f", of which {others / 2**20:.0f} are used. Delete what is no longer needed under {OFFERS}/"
         raise FedspanError("limits.base_mib", node.limits.base_mib, problem=problem)
-    if len(requests) >= _MOST_WANTED:
-        problem = f"{_MOST_WANTED} base models were not received completely. Delete those under {OFFERS}/"
+    if len(requests) >= _MAX_WANTED:
+        problem = f"{_MAX_WANTED} base models were not received completely. Delete those under {OFFERS}/"
         raise FedspanError("limits.accept_base", True, problem=problem)
     received = _count_received(folder, files)
     with convert_disk_errors(Path(node.folder), "free some space on the node"):

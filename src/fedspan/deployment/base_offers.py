@@ -49,7 +49,7 @@ _NAMES = {
 """Names of the files that are offered and accepted, beside those of weights."""
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_NAME = re.compile(r"(?!adapter)[A-Za-z0-9][A-Za-z0-9._-]{0,119}\.safetensors")
-MOST_FILES = 256
+MAX_FILES = 256
 
 
 def _require_accepted(name: str) -> str:

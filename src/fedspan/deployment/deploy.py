@@ -58,9 +58,9 @@ _OFFER = "federation-offer"
 
 
 def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
-    """Check a node's file, its key, that its data can be loaded, and that its server is reached.
+    """Check a node's file, its key, that its data can be loaded, its server, and that it admitted the key.
 
-    Nothing is sent to the server, so the check does not tell whether the key was admitted.
+    Of the node, only the public key is sent to the server.
 
     Args:
         insecure: Whether the node runs without TLS and a key.
@@ -108,6 +108,7 @@ def _check_examples(node: NodeConfig) -> list[str]:
     """Load a node's examples as a run of the task that they seem to be for would."""
     from fedspan.config.column_inference import infer_data
     from fedspan.data.loading import load
+    from fedspan.data.partition import compute_part_sizes
     from fedspan.tasks.registry import get_task
 
     def parse(values: Mapping[str, Any]) -> DataConfig:
@@ -138,11 +139,11 @@ def _check_examples(node: NodeConfig) -> list[str]:
             note=f"They seem to be examples for {task.name} ({columns or 'default columns'})."
         ) from error
     count, limits = len(loaded.train), node.limits
-    if count < limits.train_examples:
-        expected = f"at least {limits.train_examples} (limits.train_examples)"
-        raise FedspanError("data.train", f"{count} examples", expected)
-    lines = [f"data: {count} training examples, read for {task.name}"]
-    scored = round(count * node.validation)
+    scored, test = compute_part_sizes(count, node.validation, node.test)
+    if (trained := count - scored - test) < limits.train_examples:
+        value = f"{count} examples, {trained} of them for training"
+        raise FedspanError("data.train", value, f"at least {limits.train_examples} (limits.train_examples)")
+    lines = [f"data: {count} examples, about {trained} of them for training, read for {task.name}"]
     if limits.evaluation_epsilon is not None and scored < limits.evaluation_examples:
         lines.append(
             f"scores: none will be sent, because about {scored} examples are for validation, and "

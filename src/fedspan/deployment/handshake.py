@@ -17,9 +17,9 @@ from pydantic import AfterValidator, Field
 from fedspan import __version__
 from fedspan.assembly.model import RunModel
 from fedspan.config import RunConfig, parse_config
-from fedspan.config.tags import MOST_TAGS, Tag
+from fedspan.config.tags import MAX_TAGS, Tag
 from fedspan.data.files import NOWHERE
-from fedspan.deployment.base_offers import MOST_FILES, BaseFile, compute_offer_digest
+from fedspan.deployment.base_offers import MAX_FILES, BaseFile, compute_offer_digest
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import REPLY_HEADER, Count, HeaderPart, PrintableName, Reason
 from fedspan.files import from_json
@@ -47,7 +47,7 @@ class Invitation(HeaderPart):
     run: PrintableName
     version: PrintableName
     config: str
-    base_files: Annotated[tuple[BaseFile, ...], Field(max_length=MOST_FILES), AfterValidator(_require_names)] = ()
+    base_files: Annotated[tuple[BaseFile, ...], Field(max_length=MAX_FILES), AfterValidator(_require_names)] = ()
 
     @property
     def digest(self) -> str:
@@ -94,7 +94,7 @@ class Introduction(HeaderPart):
     extras: Annotated[str, Field(max_length=64), AfterValidator(escape_controls)] = ""
     refused: Reason | None = None
     waiting: bool = False
-    tags: Annotated[dict[Tag, Tag], Field(max_length=MOST_TAGS)] = Field(default_factory=dict)
+    tags: Annotated[dict[Tag, Tag], Field(max_length=MAX_TAGS)] = Field(default_factory=dict)
 
 
 def get_minor_release(version: str) -> str:

@@ -73,7 +73,11 @@ class Submission:
         """Those whose introduction was accepted in this process."""
 
     def gather(self, server: RunLink) -> None:
-        """Wait for the nodes with which the run begins or goes on."""
+        """Wait for the nodes with which the run begins or goes on.
+
+        Raises:
+            FedspanError: If too few nodes join in time; it names the nodes that refused.
+        """
         record = None
         if self._prepared.config.federation.late_joiners:
             record = load_record(self._folder, read_status(self._folder).round)

@@ -236,11 +236,12 @@ class ReportedEvaluator(Evaluator):
 
     def __init__(self, federation: Federation, batch_size: int, clients: int | None = None) -> None:
         super().__init__(federation, batch_size, clients)
-        self._absences = EvaluationAbsences()
+        self._absences, self._unscored = EvaluationAbsences(), set[str]()
 
     def evaluate_clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
         """``Evaluator.evaluate_clients``; clients that do not reply are left out and recorded as events.
 
+        A client that replied without scores has too few examples for them, in every round, and is not asked again.
         Clients that the next round would not wait for are not waited for here either, if any other replied. Beside
         asynchronous rounds, clients that train are not asked, and those are not waited for that missed the last
         ``max_missed_rounds`` evaluations or let the time limit of an order pass.
@@ -250,7 +251,7 @@ class ReportedEvaluator(Evaluator):
         reported: dict[str, dict[str, Scores]] = {"validation": {}, "test": {}}
         stages, measured = federation.engine.stages, set[str]()
         training = federation.transport.list_training()
-        ids = tuple(id for id in self.get_ids(progress) if id not in training)
+        ids = tuple(id for id in self.get_ids(progress) if id not in training and id not in self._unscored)
         absent = federation.find_absent(progress, ids)
         if federation.settings.buffered is not None:
             absent = self._absences.find(ids, federation.transport.list_stalled(), federation.rules.max_missed_rounds)
@@ -262,6 +263,8 @@ class ReportedEvaluator(Evaluator):
                 federation.record(Failure(id, 0, f"not measured: {reply}", "evaluate"))
             else:
                 measured.add(id)
+                if not reply.scores:
+                    self._unscored.add(id)
                 for part, scores in (reply.scores or {}).items():
                     reported[part][id] = scores
             return awaited.is_over(id, lambda: measured, 1)

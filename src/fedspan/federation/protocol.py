@@ -95,10 +95,6 @@ class ClientFacts(HeaderPart):
         """Create the facts of a client."""
         return cls(**{name: getattr(client, name) for name in cls.model_fields})
 
-    def to_client(self) -> Client:
-        """Return the client."""
-        return Client(**self.model_dump())
-
 
 class Part(HeaderPart):
     """One phase of a client's training: its mean loss and its number of examples."""
@@ -231,7 +227,7 @@ def decode_order(envelope: Envelope) -> Order:
     """
     facts = {name: value for name, value in read_header(_OrderHeader, envelope) if name != "format"}
     client: ClientFacts | None = facts.pop("client")
-    return Order(**facts, client=None if client is None else client.to_client(), body=envelope.body)
+    return Order(**facts, client=None if client is None else Client(**client.model_dump()), body=envelope.body)
 
 
 def decode_reply(envelope: Envelope) -> Reply:

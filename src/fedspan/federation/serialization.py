@@ -262,11 +262,6 @@ def decode(data: bytes) -> Message:
     )
 
 
-def is_canonical(data: bytes) -> bool:
-    """Return whether a message is encoded as ``encode`` does: no two such encodings have one message."""
-    return encode(decode(data)) == data
-
-
 def compute_payload_size(message: Message) -> int:
     """Return the bytes of tensor data in a message, including its base update, without names and structure."""
     tensors = list(message.tensors.values())

@@ -71,10 +71,10 @@ class RoundSettings:
         return self.reduction == "mean" and self.central is None and limited
 
 
-FEWEST_SECURE_CLIENTS = 3
+MIN_SECURE_CLIENTS = 3
 """Minimum number of clients of a secure sum: of two, each learns the other's change from the next state."""
 
-MOST_SECURE_CLIENTS = 128
+MAX_SECURE_CLIENTS = 128
 """Maximum cohort of a secure sum: each client masks with all others, and the cost of their shares grows with the
 square of the cohort for every client."""
 

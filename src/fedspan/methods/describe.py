@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 _TABLE = "table.json"
+_CLAIMS = ("paper", "exact", "personal", "heterogeneous_ranks", "reduction", "extras")
 R = TypeVar("R")
 
 
@@ -90,12 +91,7 @@ def describe() -> list[dict[str, Any]]:
             name=name,
             cls=cls.__name__,
             idea=idea,
-            paper=claims.paper,
-            exact=claims.exact,
-            personal=claims.personal,
-            heterogeneous_ranks=claims.heterogeneous_ranks,
-            reduction=claims.reduction,
-            extras=claims.extras,
+            **{name: getattr(claims, name) for name in _CLAIMS},
             options=tuple(list_options(cls, frozenset({"spec", "seed"}))),
         )
         rows.append(dataclasses.asdict(row))

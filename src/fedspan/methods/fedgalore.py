@@ -59,9 +59,9 @@ from fedspan.core.values import (
 )
 from fedspan.errors import FedspanError
 
-_MOST_STEPS = 10**9
+_MAX_STEPS = 10**9
 """Largest number of steps that a reply may state where the run's epochs decide."""
-_MOST_DECAY = 4
+_MAX_DECAY = 4
 """Largest number of times that a client may decay the base, in multiples of the median: the norm of a change, which is
 limited, does not contain it. Honest decays differ by the clients' numbers of steps alone."""
 _LONGEST = 1.01
@@ -72,14 +72,14 @@ _ROUND = "round"
 
 
 def _limit_decays(stack: Sequence[StackItem]) -> list[float]:
-    """Return the clients' factors on the base, of which none is below the median to the power of ``_MOST_DECAY``.
+    """Return the clients' factors on the base, of which none is below the median to the power of ``_MAX_DECAY``.
 
     The median is that of the clients that made any steps; of an even number, the one of the middle two that decays the
     base less.
     """
     decays, steps = ([float(item.tensors[f"{_ROUND}/{name}"]) for item in stack] for name in ("decay", "steps"))
     least = statistics.median_high([decay for decay, count in zip(decays, steps, strict=True) if count] or [1.0])
-    return [max(decay, least**_MOST_DECAY) for decay in decays]
+    return [max(decay, least**_MAX_DECAY) for decay in decays]
 
 
 def _transpose_wide(value: Tensor, layer: LayerSpec) -> Tensor:
@@ -229,7 +229,7 @@ class FedGaLore(RegisteredMethod):
 
     def contribute(self, message: Message, client: Client) -> Contribution:
         decay, steps = float(message.scalars["decay"]), int(message.scalars["steps"])
-        if not 0.0 <= decay <= 1.0 or not 0 <= steps <= (self.steps or _MOST_STEPS):
+        if not 0.0 <= decay <= 1.0 or not 0 <= steps <= (self.steps or _MAX_STEPS):
             raise ValueError(f"a decay of {decay:g} after {steps} steps")
         for layer in self.spec.layers:
             rank = min(self.r, *layer.shape)

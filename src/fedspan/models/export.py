@@ -325,7 +325,7 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
             )
         operator = operators[layer]
         B, A = operator.from_peft(pair["B"], pair["A"]) if set(pair) == {"A", "B"} else (torch.empty(0),) * 2
-        if not _fit(B, A, operator.shape):
+        if not (B.ndim == A.ndim == 2 and (B.shape[0], A.shape[1]) == operator.shape and B.shape[1] == A.shape[0] > 0):
             raise FedspanError("model.adapter", layer, f"factors of a weight of shape {operator.shape}")
         try:
             scaling = _compute_scaling(config, layer)
@@ -351,10 +351,6 @@ def _is_base(name: str, value: Tensor, operators: Mapping[str, Operator]) -> boo
     weight = operators[layer].module.weight
     assert isinstance(weight, Tensor)
     return weight.shape == value.shape and torch.equal(weight.cpu(), value.to(weight.dtype))
-
-
-def _fit(B: Tensor, A: Tensor, shape: tuple[int, int]) -> bool:
-    return B.ndim == A.ndim == 2 and (B.shape[0], A.shape[1]) == shape and B.shape[1] == A.shape[0] > 0
 
 
 def _compute_scaling(config: LoraConfig, layer: str) -> float:

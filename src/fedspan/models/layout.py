@@ -69,7 +69,8 @@ def pack_bins(lengths: np.ndarray) -> list[Bins]:
         if index < len(room):
             free_places, number = room.pop(index)
         else:
-            free_places, number = _round_width(length), len(widths)
+            step = 32 if length <= 128 else 64 if length <= 512 else 128
+            free_places, number = -(-length // step) * step, len(widths)
             widths.append(free_places)
             contents.append([])
         contents[number].append(text)
@@ -80,11 +81,6 @@ def pack_bins(lengths: np.ndarray) -> list[Bins]:
         )
         for width in sorted(set(widths))
     ]
-
-
-def _round_width(length: int) -> int:
-    step = 32 if length <= 128 else 64 if length <= 512 else 128
-    return -(-length // step) * step
 
 
 def _fill_bins(width: int, contents: list[list[int]], lengths: np.ndarray) -> Bins:

@@ -144,7 +144,9 @@ def load_pretrained(
         raise FedspanError(
             "model.name", name, problem=f"the weights do not fit the model's own config: {body[0]} has another shape"
         )
-    absent = sorted(key for key in info["missing_keys"] if _is_body(key, model))
+    # Not of a head or a pooler, which some checkpoints omit.
+    body = [key for key in info["missing_keys"] if key.startswith(f"{model.base_model_prefix}.")]
+    absent = sorted(key for key in body if "pooler" not in key)
     if absent:
         problem = f"{len(absent)} of the weights in its config.json are missing, such as {absent[0]}"
         raise FedspanError("model.name", name, problem=problem)
@@ -359,11 +361,6 @@ def _require_head(error: Exception, name: str, config: Any, head: Head) -> None:
         "it"
     )
     raise FedspanError("model.name", name, problem=problem) from error
-
-
-def _is_body(key: str, model: Any) -> bool:
-    """Check whether a weight belongs to the pretrained body, not to a head or a pooler (some checkpoints omit it)."""
-    return key.startswith(f"{model.base_model_prefix}.") and "pooler" not in key
 
 
 @contextmanager

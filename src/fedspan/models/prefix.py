@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.calls import DROPOUTS, HIDDEN, Call, find_block_chains, get_hidden, replace_forward, trace_calls
+from fedspan.models.calls import DROPOUTS, HIDDEN, find_block_chains, get_hidden, replace_forward, trace_calls
 
 
 class NoPrefix(Exception):
@@ -67,8 +67,9 @@ class FrozenPrefix:
         candidates = find_block_chains(model, calls)
         if not candidates:
             raise NoPrefix("the model has no list of blocks that hand on hidden states (examples, tokens, features)")
-        prefixes = [_list_blocks_before(chain, first, calls) for chain in candidates]
-        best = max(prefixes, key=lambda chain: sum(_get_size(block) for block in chain[:-1]))
+        # The blocks that end before its first use, and the one after them (the last block, if all end before it).
+        prefixes = [chain[: max(1, sum(calls[block][0].entered <= first for block in chain))] for chain in candidates]
+        best = max(prefixes, key=lambda chain: sum(w.numel() for block in chain[:-1] for w in block.parameters()))
         if len(best) < 2:
             raise NoPrefix(f"{culprit} changes, and it is used in the first block or before it")
         end = calls[best[-1]][0].entered
@@ -187,14 +188,3 @@ def _get_entry(model: nn.Module, path: str, entered: Mapping[nn.Module, int]) ->
             candidate = candidate.rpartition(".")[0]
         moments.append(entered[model.get_submodule(candidate)])
     return min(moments)
-
-
-def _list_blocks_before(
-    chain: Sequence[nn.Module], moment: int, calls: Mapping[nn.Module, Sequence[Call]]
-) -> Sequence[nn.Module]:
-    """Return the blocks that end before a moment and the one after them (the last block, if all end before it)."""
-    return chain[: max(1, sum(calls[block][0].entered <= moment for block in chain))]
-
-
-def _get_size(module: nn.Module) -> int:
-    return sum(weight.numel() for weight in module.parameters())

@@ -398,7 +398,7 @@ def _describe(node: Node | None) -> dict[str, str]:
     if node.status == "online":
         seen = f"now, for {format_duration(node.online_seconds)}"
     elif node.offline_since is None:
-        seen = "never"
+        seen = "not since start"  # of the serving process
     else:
         seen = f"{format_duration(max(0.0, time.time() - node.offline_since))} ago"
     if work is not None:

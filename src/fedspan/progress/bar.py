@@ -27,11 +27,6 @@ _SIMILAR = 1.2  # ratio up to which two estimates are one
 _RARER = 20  # progress lines become less frequent: one per this fraction of the elapsed time
 
 
-def compute_report_interval(elapsed: float) -> float:
-    """Compute the seconds without output after which a progress line is printed, where there are no bars."""
-    return max(_QUIET, elapsed / _RARER)
-
-
 def has_bar(progress: bool | None) -> bool:
     """Return whether a call shows a bar; None: if standard error is a terminal, or in a notebook."""
     if progress is not None:
@@ -85,7 +80,7 @@ class LiveBar(ABC):
     def _report(self, describe: Callable[[], str]) -> None:
         """Print the state if there is no footer, and no line was printed for a while."""
         now = self._clock()
-        if not self.is_live and now - self._printed >= compute_report_interval(now - self._began):
+        if not self.is_live and now - self._printed >= max(_QUIET, (now - self._began) / _RARER):
             self._print(Text(f"  {describe()}", "dim"))
 
     @abstractmethod

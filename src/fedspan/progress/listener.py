@@ -12,7 +12,14 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """Receives the events of a run; every method does nothing by default."""
+    """Receives the events of a run; every method does nothing by default. Derive from it and define some of them.
+
+    Examples:
+        >>> class Losses(fedspan.Listener):
+        ...     def on_round_finish(self, row):
+        ...         print(row["round"], row["loss"])
+        >>> fedspan.run("config.yaml", folder="runs/first", listener=Losses())
+    """
 
     def on_environment_change(self, changes: Mapping[str, tuple[object, object]]) -> None:
         """Handle a run that resumes with other versions or threads, ``{name: (before, after)}``; bits may differ."""

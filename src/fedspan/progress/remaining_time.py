@@ -168,7 +168,7 @@ class Effort:
         """Estimate the seconds left, counting down: the least, if early stopping ends the run, and the most.
 
         Returns:
-            Both numbers; None before a speed is known, and if the rest takes longer.
+            Both numbers; None before the speed of training is known, and if the rest takes longer.
         """
         once, current = 0.0, self._once
         if current is not None:
@@ -176,16 +176,18 @@ class Effort:
             if not stage.done or not stage.total:
                 return None
             once = (self._clock() - began) * (stage.total - stage.done) / stage.done
-        paces = {name: self._seconds[name] / work for name, work in self._work.items() if work}
-        if not any(paces.values()):
+        left = self._parts[self._at :]
+        paces = {name: self._seconds[name] / work for name, work in self._work.items() if work and self._seconds[name]}
+        # Measuring the start, with what it loads for the first time, says little about the speed of training.
+        if not paces or ("training" not in paces and any(part.training for part in left)):
             return None
-        slowest = max(paces.values())  # of the other kind of passes, if only one was measured
-        training, evaluation = (paces.get(name, slowest) for name in self._done)
+        known = next(iter(paces.values()))  # of the other kind of passes, if only one was measured
+        training, evaluation = (paces.get(name, known) for name in self._done)
         most = -self._done["training"] * training - self._done["evaluation"] * evaluation
         most += once - (self._get_working_time() - self._counted)
         least = most
         last = math.inf if self._patience is None else max(self._round + 1, self._best + self._patience)
-        for part in self._parts[self._at :]:
+        for part in left:
             seconds = part.training * training + part.evaluation * evaluation
             most += seconds
             least += seconds if part.round is None or part.round <= last else 0.0

@@ -130,7 +130,8 @@ def _judge_pair(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping
         return skip("no cell of the claim was run or measured at this scale, or one of its rows failed in every cell")
     rule = _describe_rule(claim)
     single = tuple(_judge_cell(name, rule(*pair), bounds.get(name, "")) for name, pair in pairs.items())
-    mean = [_average_columns([pair[side] for pair in pairs.values()]) for side in (0, 1)]
+    columns = [zip(*[pair[side] for pair in pairs.values()], strict=True) for side in (0, 1)]
+    mean = [[sum(column) / len(column) for column in side] for side in columns]
     overall = _judge_cell("all", rule(mean[0], mean[1]), _compute_bound({bounds.get(name, "") for name in pairs}))
     return Judged(claim.statement, claim.better, worse, metric, overall.verdict, overall, single)
 
@@ -206,10 +207,6 @@ def _orient(score: CellScore | None, measure: str) -> list[float] | None:
         return None if count is None else [-count] * len(score.scores)
     sign = 1.0 if score.higher else -1.0
     return [sign * value for value in score.scores if value is not None]
-
-
-def _average_columns(rows: Sequence[Sequence[float]]) -> list[float]:
-    return [sum(column) / len(column) for column in zip(*rows, strict=True)]
 
 
 def tabulate_verdicts(judged: Sequence[Judged]) -> Table:

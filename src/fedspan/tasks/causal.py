@@ -327,7 +327,10 @@ def _require(config: DataConfig, field: str) -> list[tuple[str, ...]]:
     return groups if config.label is None else [*groups, (config.label,)]
 
 
-def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None) -> CausalLM:
+def build_language_model(
+    tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None
+) -> CausalLM:
+    """Build the task from a run's settings."""
     return CausalLM(
         tokenizer,
         settings.max_length,
@@ -340,15 +343,11 @@ def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: Dat
     )
 
 
-def _make_examples(ids: Ragged, classes: np.ndarray) -> EncodedPrompts:
-    return EncodedPrompts(ids, ids.lengths // 2, ("",) * len(ids), ids.lengths, 0, 0)
-
-
 CAUSAL_LM = TaskDefinition(
     name="causal-lm",
     title="an answer to a prompt (instruction tuning)",
     head="language-model",
-    build=_build,
+    build=build_language_model,
     target_type="text",
     metrics=("loss", "perplexity", "token_accuracy"),
     columns=TaskColumns(read=_read, get_required_columns=_require, get_label_column=lambda config: config.label),
@@ -359,5 +358,5 @@ CAUSAL_LM = TaskDefinition(
     lr=2e-4,
     summary_metrics=("perplexity", "exact_match"),
     pipeline_tag="text-generation",
-    make_examples=_make_examples,
+    make_examples=lambda ids, _: EncodedPrompts(ids, ids.lengths // 2, ("",) * len(ids), ids.lengths, 0, 0),
 )

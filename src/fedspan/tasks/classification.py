@@ -10,7 +10,7 @@ import numpy as np
 from fedspan.data.columns import LABELED_TEXTS
 from fedspan.data.config import DataConfig
 from fedspan.tasks.definition import TaskDefinition
-from fedspan.tasks.encoding import EncodedText, Ragged, TextTask
+from fedspan.tasks.encoding import EncodedText, TextTask
 from fedspan.tasks.single_label import SingleLabelClassification
 
 if TYPE_CHECKING:
@@ -53,10 +53,6 @@ def _build(
     return SequenceClassification(tokenizer, labels, settings.max_length, settings.metric, pairs=pairs)
 
 
-def _make_examples(ids: Ragged, classes: np.ndarray) -> EncodedText:
-    return EncodedText({"input_ids": ids}, classes, ids.lengths)
-
-
 SEQUENCE_CLASSIFICATION = TaskDefinition(
     name="sequence-classification",
     title="a label for a text or a pair",
@@ -72,5 +68,5 @@ SEQUENCE_CLASSIFICATION = TaskDefinition(
     lr=3e-3,
     summary_metrics=("macro_f1",),
     pipeline_tag="text-classification",
-    make_examples=_make_examples,
+    make_examples=lambda ids, classes: EncodedText({"input_ids": ids}, classes, ids.lengths),
 )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from fedspan.core.tensors import to_device
 from fedspan.data.columns import TaskColumns
 from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError
-from fedspan.tasks.causal import CausalLM, EncodedPrompts, GenerationOptions
+from fedspan.tasks.causal import CausalLM, EncodedPrompts, build_language_model
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.encoding import Ragged
 from fedspan.tasks.losses import average_by_client
@@ -281,20 +281,7 @@ def _select(batch: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
 
 def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None) -> PreferenceTuning:
     options: PreferenceOptions = PREFERENCE.parse_options(settings.options)
-    language = CausalLM(
-        tokenizer,
-        settings.max_length,
-        chat=settings.chat,
-        system=settings.system,
-        refuse_long=data is not None and data.long_answers == "refuse",
-        generation=GenerationOptions(settings.max_new_tokens, settings.answer_pattern),
-        metric=settings.metric,
-    )
-    return PreferenceTuning(language, options, settings.metric)
-
-
-def _present(task: PreferenceTuning, inputs: Sequence[Any], predictions: Tensor) -> list[Any]:
-    return cast("list[Any]", task.language.decode_predictions(predictions))
+    return PreferenceTuning(build_language_model(tokenizer, settings, data), options, settings.metric)
 
 
 PREFERENCE = TaskDefinition(
@@ -325,5 +312,5 @@ PREFERENCE = TaskDefinition(
     summary_metrics=("reward_accuracy", "reward_margin"),
     pipeline_tag="text-generation",
     infer_columns=infer_columns,
-    postprocess=_present,
+    postprocess=lambda task, inputs, predictions: task.language.decode_predictions(predictions),
 )

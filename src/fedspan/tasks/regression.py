@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, read_text_columns
 from fedspan.data.config import DataConfig
 from fedspan.tasks.definition import TaskDefinition
-from fedspan.tasks.encoding import EncodedText, Ragged, TextTask
+from fedspan.tasks.encoding import EncodedText, TextTask
 from fedspan.tasks.losses import (
     average_by_client,
     upcast,
@@ -84,10 +84,6 @@ def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: Dat
     return Regression(tokenizer, settings.max_length, settings.metric, pairs=settings.has_pairs_apart)
 
 
-def _make_examples(ids: Ragged, classes: np.ndarray) -> EncodedText:
-    return EncodedText({"input_ids": ids}, classes.astype(np.float32), ids.lengths)
-
-
 REGRESSION = TaskDefinition(
     name="regression",
     title="a number for a text or a pair",
@@ -102,5 +98,5 @@ REGRESSION = TaskDefinition(
     lr=3e-3,
     summary_metrics=("pearson", "spearman"),
     pipeline_tag="text-classification",
-    make_examples=_make_examples,
+    make_examples=lambda ids, classes: EncodedText({"input_ids": ids}, classes.astype(np.float32), ids.lengths),
 )

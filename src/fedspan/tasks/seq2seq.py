@@ -346,10 +346,6 @@ def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
     return ReadColumns(columns, {config.text, config.answer}, names)
 
 
-def _get_required_columns(config: DataConfig, field: str) -> list[tuple[str, ...]]:
-    return [(column,) for column in (config.text, config.answer, config.label) if column is not None]
-
-
 def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None) -> Seq2Seq:
     options: Seq2SeqOptions = SEQ2SEQ.parse_options(settings.options)
     return Seq2Seq(tokenizer, settings.max_length, settings.max_new_tokens, options, settings.metric)
@@ -394,10 +390,6 @@ def _preprocess(settings: TaskSettings, inputs: Sequence[Any]) -> datasets.Datas
     return datasets.Dataset.from_dict({"text": [*inputs], "answer": [""] * len(inputs)})
 
 
-def _make_examples(ids: Ragged, classes: np.ndarray) -> EncodedPairs:
-    return EncodedPairs(ids, ids, ("",) * len(ids), 2 * ids.lengths)
-
-
 SEQ2SEQ = TaskDefinition(
     name="seq2seq",
     title="a text for a text (translation, summaries)",
@@ -408,7 +400,9 @@ SEQ2SEQ = TaskDefinition(
     custom_metrics=TEXT_METRICS,
     columns=TaskColumns(
         read=_read,
-        get_required_columns=_get_required_columns,
+        get_required_columns=lambda config, _: [
+            (c,) for c in (config.text, config.answer, config.label) if c is not None
+        ],
         get_joined_columns=lambda config: (config.text, config.answer),
         get_label_column=lambda config: config.label,
     ),
@@ -423,5 +417,5 @@ SEQ2SEQ = TaskDefinition(
     loss_options=Seq2Seq.loss_options,
     require_packages=require_text_scores,
     require_generation=lambda task, model: task.require_generation(model),
-    make_examples=_make_examples,
+    make_examples=lambda ids, _: EncodedPairs(ids, ids, ("",) * len(ids), 2 * ids.lengths),
 )

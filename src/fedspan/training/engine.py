@@ -126,7 +126,7 @@ class Engine(Predictor, Protocol):
             indices: The examples, (examples,).
             batch_size: Batch size of the forward passes.
             bounded: Whether no example contributes more than the task's bound to the loss (``losses.bound_loss``), and
-                none to the results of others (``batching.split_alike``; own trainers make their passes themselves).
+                none to the results of others (``batching.AlikeGroups``; own trainers make their passes themselves).
         """
         ...
 

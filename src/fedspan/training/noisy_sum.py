@@ -28,7 +28,7 @@ class _Keyed(DPOptimizer):
 
     def add_noise(self) -> None:
         """``DPOptimizer.add_noise``."""
-        sums: dict[str, Tensor] = dict(zip(self.names, (_sum_of(p) for p in self.params), strict=True))
+        sums: dict[str, Tensor] = dict(zip(self.names, (p.__dict__["summed_grad"] for p in self.params), strict=True))
         if self.secret:  # the same noise at two scales would cancel
             label = (*self.label, compute_tensor_digest(sums), repr(self.noise_multiplier * self.max_grad_norm))
         else:
@@ -36,11 +36,6 @@ class _Keyed(DPOptimizer):
         for (name, total), p in zip(sums.items(), self.params, strict=True):
             noisy = add_gaussian(total, self.noise_multiplier * self.max_grad_norm, self.key, *label, name)
             p.grad = noisy.to(total).view_as(p)
-
-
-def _sum_of(parameter: Tensor) -> Tensor:
-    """Return the sum of the gradients that ``DPOptimizer`` has clipped."""
-    return parameter.__dict__["summed_grad"]
 
 
 def find_finite(gradients: Mapping[str, Tensor]) -> Tensor:

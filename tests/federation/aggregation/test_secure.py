@@ -22,6 +22,7 @@ from fedspan.core.method import Wrapper
 from fedspan.core.tensors import compute_norm as norm_of
 from fedspan.core.values import Client, Contribution, Message, Reduced
 from fedspan.crypto.keys import SessionKeys, draw_secret
+from fedspan.crypto.masks import Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
@@ -32,6 +33,7 @@ from fedspan.federation.settings import SecureSettings
 from fedspan.transports.in_process import simulate
 from helpers import secure_rounds, tiny
 from helpers.families import others_slow
+from helpers.remote_federation import require_whole_resend
 
 ALL = tuple(sorted(tiny.SITES))
 OTHERS = tuple(id for id in ALL if id != "south")
@@ -58,6 +60,15 @@ def require_mean(built: Prepared, federation: Any, begin: Progress, hidden: Redu
     """Require that the mean of a secure round is that of the replies in plaintext."""
     secure_rounds.among(built.federation, *replied).run_round(begin)
     secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, asked, replied))
+
+
+def require_left_out(built: Prepared, federation: Any, why: str) -> None:
+    """Require that one client's reply is left out of a round, and the mean is that of the others."""
+    begin, result, hidden = run_round(federation)
+    (failure,) = result.failures
+    assert failure.client == "south"
+    assert why in failure.reason
+    require_mean(built, federation, begin, hidden, ALL, OTHERS)
 
 
 @pytest.mark.parametrize("bits", [32, 64])
@@ -203,11 +214,7 @@ def vector_of(message: Message) -> torch.Tensor:
 )
 def test_a_vector_that_does_not_fit_is_left_out(change: Any, why: str, built: Prepared, tmp_path: Path) -> None:
     federation, _ = secure_rounds.secured(built, tmp_path, spoil=changed(change))
-    begin, result, hidden = run_round(federation)
-    (failure,) = result.failures
-    assert failure.client == "south"
-    assert why in failure.reason
-    require_mean(built, federation, begin, hidden, ALL, OTHERS)
+    require_left_out(built, federation, why)
 
 
 def test_a_sum_beyond_the_bound_is_refused(built: Prepared, tmp_path: Path) -> None:
@@ -428,11 +435,7 @@ def test_a_client_whose_reply_has_no_place_in_the_sum_drops_out(
 ) -> None:
     spoilt = Spoilt(inner=built.federation.method, change=change)
     federation, _ = secure_rounds.secured(built, tmp_path, method=spoilt)
-    begin, result, hidden = run_round(federation)
-    (failure,) = result.failures
-    assert failure.client == "south"
-    assert why in failure.reason
-    require_mean(built, federation, begin, hidden, ALL, OTHERS)
+    require_left_out(built, federation, why)
 
 
 def test_replies_that_do_not_sum_stop_the_run_before_anything_is_sent(built: Prepared, tmp_path: Path) -> None:
@@ -479,7 +482,7 @@ def test_a_client_may_ask_for_more_company(built: Prepared, tmp_path: Path) -> N
 def test_more_clients_than_a_sum_may_have_are_refused_before_anything_is_sent(
     built: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedspan.federation.aggregation.secure.MOST_SECURE_CLIENTS", 3)
+    monkeypatch.setattr("fedspan.federation.aggregation.secure.MAX_SECURE_CLIENTS", 3)
     federation, stage = secure_rounds.secured(built, tmp_path)
     with pytest.raises(FedspanError, match=r"at most 3 clients, .* \(federation\.clients_per_round\)"):
         federation.run_round(federation.begin())
@@ -491,16 +494,7 @@ def test_a_client_that_lost_its_states_is_sent_everything(
 ) -> None:
     config = tiny.config(tiny_folder, method={"name": "fedloru"}, federation={"clients_per_round": None})
     federation, _ = secure_rounds.secured(tiny.variant(prepared, config), tmp_path)
-    progress = federation.run_round(federation.begin()).progress
-    damaged = next(path for path in tmp_path.rglob("*.safetensors"))
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    result = federation.run_round(progress)
-    (failure,) = result.failures
-    assert "client memory" in failure.reason
-    assert failure.client not in result.progress.last_rounds
-    after = federation.run_round(result.progress)
-    assert not after.failures
-    assert set(after.progress.last_rounds.values()) == {2}
+    require_whole_resend(federation, tmp_path)
 
 
 def test_plain_orders_are_refused_in_a_secure_run_and_secure_ones_elsewhere(built: Prepared, tmp_path: Path) -> None:
@@ -563,6 +557,21 @@ def test_a_client_that_is_gone_adds_nothing_to_the_sum(prepared: Prepared, tiny_
     assert norm_of(apart) == pytest.approx(CLIP / 4, rel=1e-3)  # its own clipped change, of four clients'
     moved = {name: (value - start[name]).double() for name, value in seen[1].mean.items()}
     assert norm_of(moved) <= CLIP * 3 / 4 * (1 + 1e-5)
+
+
+def test_the_noise_covers_what_rounding_adds_to_a_clipped_change(
+    prepared: Prepared, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, seen = run_of(prepared, tiny_folder, 1e4)
+    begun = run.federation.begin()
+    start = run.federation.method.sync(begun.state, None).tensors
+    for levels in (2**40, 8):
+        monkeypatch.setattr(Ring, "levels", levels)
+        there, _ = secure_rounds.secured(run, tmp_path / str(levels), settings=SecureSettings(bits=64))
+        there.run_round(begun)
+    fine, coarse = (norm_of({name: (one.mean[name] - start[name]).double() for name in one.mean}) for one in seen)
+    count = sum(value.numel() for value in seen[0].mean.values())
+    assert coarse / fine == pytest.approx(1 + count**0.5 / 8, rel=1e-3)
 
 
 def test_a_cohort_that_may_be_too_small_to_hide_in_is_refused(tiny_folder: Path) -> None:

@@ -42,7 +42,7 @@ _SMOOTHING = 1e-6
 """nu of the smoothed Weiszfeld iteration, over the median distance."""
 _NOISE = 0.001
 """FLAME's lambda."""
-_FEWEST = 3
+_MIN_REPLIES = 3
 """Replies below which there is no majority to compare with, so that all of them count."""
 
 
@@ -188,7 +188,7 @@ def select_by_multi_krum(replies: Tensor, hostile: int) -> list[int]:
         hostile: Number f of replies that may be hostile; at most (n - 3) / 2 are taken into account.
     """
     count = len(replies)
-    hostile = min(hostile, (count - _FEWEST) // 2)
+    hostile = min(hostile, (count - _MIN_REPLIES) // 2)
     if hostile < 1:
         return list(range(count))
     squared = torch.cdist(replies, replies, compute_mode="donot_use_mm_for_euclid_dist").square()
@@ -236,7 +236,7 @@ def find_largest_cluster(changes: Tensor) -> list[int]:
         The positions in ascending order; all of them if they form no cluster, or if there are too few to compare.
     """
     count = len(changes)
-    if count < _FEWEST:
+    if count < _MIN_REPLIES:
         return list(range(count))
     from sklearn.cluster import HDBSCAN  # it is slow to import, and only this rule needs it
 

@@ -41,7 +41,7 @@ from fedspan.federation.secagg.messages import (
     unflatten_change,
 )
 from fedspan.federation.secagg.session import SecureSession
-from fedspan.federation.settings import FEWEST_SECURE_CLIENTS, MOST_SECURE_CLIENTS, SecureSettings
+from fedspan.federation.settings import MAX_SECURE_CLIENTS, MIN_SECURE_CLIENTS, SecureSettings
 from fedspan.federation.validation import compute_origin, require_requested
 
 _VECTOR_HEADER = 1024
@@ -59,17 +59,17 @@ class SecureAggregation:
     """
 
     def __init__(self, context: RoundContext, tally: Tally, *, secure: SecureSettings) -> None:
-        if len(context.ids) < FEWEST_SECURE_CLIENTS:
-            expected = f"at least {FEWEST_SECURE_CLIENTS} clients a round, so that no client is alone in a sum"
+        if len(context.ids) < MIN_SECURE_CLIENTS:
+            expected = f"at least {MIN_SECURE_CLIENTS} clients a round, so that no client is alone in a sum"
             raise FedspanError("federation.secure", len(context.ids), expected)
-        if len(context.ids) > MOST_SECURE_CLIENTS:
+        if len(context.ids) > MAX_SECURE_CLIENTS:
             remedy = "model.head_init: random" if context.task == "statistics" else "federation.clients_per_round"
-            expected = f"at most {MOST_SECURE_CLIENTS} clients, because each masks with all others ({remedy})"
+            expected = f"at most {MAX_SECURE_CLIENTS} clients, because each masks with all others ({remedy})"
             raise FedspanError("federation.secure", len(context.ids), expected)
         self.context, self.tally, self.secure = context, tally, secure
         self._fewest = len(context.ids)
         if context.task != "second":
-            self._fewest = max(FEWEST_SECURE_CLIENTS, context.rules.compute_quorum(len(context.ids)))
+            self._fewest = max(MIN_SECURE_CLIENTS, context.rules.compute_quorum(len(context.ids)))
         self.quorum = self._fewest
         self.replies: dict[str, Reply] = {}
         self.clipped: Mapping[str, float] = {}  # by the clients themselves, which the server cannot see
@@ -245,7 +245,10 @@ class SecureAggregation:
         """Return the mean that belongs to a summed change; with central privacy, after adding noise to the sum."""
         if self._privacy is None:
             return Reduced(mean=apply_change(change, self._origin), count=len(self.replies))
-        return self._privacy.release({name: value * share for name, value in change.items()})
+        # A client rounds each entry by up to a step after it has clipped, so it moves the sum by that much more.
+        moves = self._clip * (1 + len(self._total) ** 0.5 / self._ring.levels)
+        privacy = replace(self._privacy, privacy=replace(self._privacy.privacy, clip=moves))
+        return privacy.release({name: value * share for name, value in change.items()})
 
 
 def _decode_vector(reply: Reply, total: Integers) -> Integers:

@@ -41,7 +41,9 @@ def install_job(root: nn.Module, adapted: AdaptedModel, job: Job) -> Generator[d
             live[join_tensor_name(layer, slot)] = parameter
     adapted.bind(job.parametrization, live)
     frozen_norms = [
-        module for module in root.modules() if is_batch_norm(module) and not _has_trained_statistics(module, live)
+        module
+        for module in root.modules()
+        if is_batch_norm(module) and not any(module.running_mean is value for value in live.values())
     ]
     hooks = [module.register_forward_pre_hook(_freeze_statistics) for module in frozen_norms]
     try:
@@ -54,10 +56,6 @@ def install_job(root: nn.Module, adapted: AdaptedModel, job: Job) -> Generator[d
         adapted.set_dropout(None)
         adapted.bind({}, {})
         root.requires_grad_(False)
-
-
-def _has_trained_statistics(norm: nn.Module, live: Mapping[str, Tensor]) -> bool:
-    return any(norm.running_mean is value for value in live.values())
 
 
 def _freeze_statistics(norm: nn.Module, args: object) -> None:

@@ -15,7 +15,7 @@ from fedspan.training.trainers.optimizer import JobOptimizer
 
 Batch = TypeVar("Batch")
 
-_FEWEST_BATCHES = 1000
+_MIN_BATCHES = 1000
 """Number of batches whose gradients a loop may accumulate over several epochs: a client may have fewer than a step
 takes."""
 
@@ -44,7 +44,7 @@ class TrainingRound:
 
         Raises:
             FedspanError: If the loader is empty before the round's planned end, or steps are planned and the loop took
-                none in a whole epoch of ``_FEWEST_BATCHES`` batches, or in several smaller ones with so many.
+                none in a whole epoch of ``_MIN_BATCHES`` batches, or in several smaller ones with so many.
         """
         self._module.train()
         self.is_cut = True
@@ -67,7 +67,7 @@ class TrainingRound:
                     return
                 raise _build_incomplete_error(self.plan, epoch if self.plan.steps is None else self.optimizer.steps)
             epoch += 1
-            if self.plan.steps is not None and self.optimizer.steps == steps and idle >= _FEWEST_BATCHES:
+            if self.plan.steps is not None and self.optimizer.steps == steps and idle >= _MIN_BATCHES:
                 problem = (
                     f"the loop of client {self.plan.client} in round {self.plan.round + 1} took no step in {idle} "
                     "batches. Call round.step(loss, examples) after loss.backward()"
@@ -106,6 +106,15 @@ class TorchTrainer:
         processor: The tokenizer or image processor that is exported with the model; None: there is none.
         batches: Number of batches of an epoch, by which a node limits a round (``limits.steps``); None: one for each
             example.
+
+    Examples:
+        >>> def train(round):
+        ...     for batch in round.batches(loader):
+        ...         loss = model(**batch).loss
+        ...         loss.backward()
+        ...         round.step(loss, examples=len(batch["labels"]))
+        >>> trainers = {"clinic-a": fedspan.TorchTrainer(model, train, examples=len(data))}
+        >>> fedspan.simulate(config, "runs/loop", trainers=trainers)
 
     Raises:
         FedspanError: If there are no examples or batches, or ``evaluate`` and ``validation_examples`` do not fit

@@ -182,6 +182,14 @@ class NodeConnection:
             httpx.HTTPError: If the server is unreachable.
             ValueError: If the server is not the one of the authority's file.
         """
+        answer = self._request("POST", "join", self.answer_challenge())
+        self.session, self.node = _get_fact(answer, "session", str), _get_fact(answer, "node", int)
+
+    def answer_challenge(self) -> dict[str, str]:
+        """Return the headers with which this node joins: with keys, they have the signature of a new challenge.
+
+        It raises the errors of ``join``; until the headers are sent, the server opens no session.
+        """
         headers = {"fedspan-protocols": ",".join(map(str, PROTOCOLS))}
         signer = self._signer
         if isinstance(signer, NodeSigner):
@@ -195,8 +203,7 @@ class NodeConnection:
             headers["fedspan-process"] = signer.process
             headers["fedspan-sealing"] = base64.b64encode(sealing).decode()
             headers["fedspan-signature"] = base64.b64encode(signature).decode()
-        answer = self._request("POST", "join", headers)
-        self.session, self.node = _get_fact(answer, "session", str), _get_fact(answer, "node", int)
+        return headers
 
     def take_order(self) -> tuple[str, int, bytes | None] | None:
         """Wait for an order, and fetch its message; one that was fetched in part is continued.

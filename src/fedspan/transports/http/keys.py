@@ -56,7 +56,11 @@ _FIRST = "first"
 
 
 def ensure_authority(folder: Path, hosts: Sequence[str]) -> None:
-    """Create an authority and a server certificate, unless the folder contains them."""
+    """Create an authority and a server certificate, unless the folder contains them.
+
+    Raises:
+        FedspanError: If the folder's certificate is not valid for a host.
+    """
     if (folder / _FIRST).exists():  # an earlier start was interrupted
         _move_first(folder)
     if not (folder / AUTHORITY).exists():

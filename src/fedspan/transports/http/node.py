@@ -249,13 +249,14 @@ class _Node:
 
 
 def check_server(link: Link) -> str:
-    """Request a server's health, as the node will send its requests, through the same proxy.
+    """Request a server's health, as the node will send its requests, through the same proxy, and offer it the key.
 
     Returns:
-        A line about the connection.
+        A line about the connection and the key's admission.
 
     Raises:
-        FedspanError: If the server is not reached, or its certificate is not one of the authority for this address.
+        FedspanError: If the server is not reached, its certificate is not one of the authority for this address, or it
+            is another version.
     """
     host, _, port = link.address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
@@ -266,6 +267,7 @@ def check_server(link: Link) -> str:
                 answer = read_short(response)
             if answer != b"ok":
                 raise FedspanError("server", link.address, problem=f"no fedspan server answers at {link.address}")
+            admission = _check_admission(link, client)
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         problem = explain_certificate(error, link) or f"no connection to {link.address} ({error})"
         raise FedspanError("server", link.address, problem=problem) from error
@@ -274,7 +276,19 @@ def check_server(link: Link) -> str:
         if link.authority is None
         else f"with a certificate of {link.tls_authority or link.authority}"
     )
-    return f"{link.address} is reached, {how}"
+    return f"{link.address} is reached, {how}{admission}"
+
+
+def _check_admission(link: Link, client: httpx.Client) -> str:
+    if link.key is None or link.authority is None:
+        return ""
+    try:
+        NodeConnection(link, link.create_signer(), client).answer_challenge()
+    except RefusedError as error:
+        if error.status == httpx.codes.FORBIDDEN:
+            return "; its operator has not admitted this node's key (fedspan admit KEY.pub), or has revoked it"
+        raise FedspanError("server", link.address, problem=escape_controls(str(error))) from error
+    return "; its operator has admitted this node's key"
 
 
 def explain_certificate(error: BaseException, link: Link) -> str | None:
