@@ -27,8 +27,11 @@ def write(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Write:
 @pytest.fixture(scope="session")
 def finished(call: Call, write: Write, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with both baselines; not to be changed."""
-    folder = tmp_path_factory.mktemp("runs") / "finished"
     config = write(("local-only", "centralized"), federation={"rounds": 2})
+    return _run(call, config, tmp_path_factory.mktemp("runs") / "finished")
+
+
+def _run(call: Call, config: Path, folder: Path) -> Path:
     result = call("run", config, "--out", folder)
     assert result.exit_code == 0, result.output
     (folder.parent / "screen.txt").write_text(result.stdout)
@@ -38,12 +41,8 @@ def finished(call: Call, write: Write, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="session")
 def personal(call: Call, write: Write, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run in which every client has its own model."""
-    folder = tmp_path_factory.mktemp("runs") / "personal"
     config = write(method={"name": "fedsa-lora"}, federation={"rounds": 1})
-    result = call("run", config, "--out", folder)
-    assert result.exit_code == 0, result.output
-    (folder.parent / "screen.txt").write_text(result.stdout)
-    return folder
+    return _run(call, config, tmp_path_factory.mktemp("runs") / "personal")
 
 
 @pytest.fixture(scope="session")

@@ -120,35 +120,42 @@ def test_an_offer_of_other_weights_is_another_job(tiny_folder: Path, tmp_path: P
     assert offers.count("none") == 1
 
 
-def test_a_refusal_reaches_the_server_with_its_reason(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
-    service = NodeService(node(tiny_folder, tmp_path, limits=ASK))
-    introduced(service, values(tiny_folder))
-    approvals.decide(approvals.list_requests()[0].job, "refused", "no consent for this model")
-    introduction = introduced(service, values(tiny_folder))
-    assert not introduction.waiting
-    assert "refused job" in (introduction.refused or "")
-    assert "no consent for this model" in (introduction.refused or "")
-    assert events(tmp_path) == ["job requested", "job refused", "invitation refused"]
-
-
-def test_approval_can_be_withdrawn_from_a_run_at_work(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
+def test_approval_can_be_withdrawn_from_a_run_at_work_and_the_server_gets_the_reason(
+    tiny_folder: Path, tmp_path: Path, approvals: Approvals
+) -> None:
     service = NodeService(node(tiny_folder, tmp_path, limits=ASK))
     introduced(service, values(tiny_folder))
     approvals.decide(approvals.list_requests()[0].job, "approved")
     run, transport = served(tiny_folder, service)
     first = run.federation.run_round(run.federation.begin())
     assert not first.failures
-    approvals.decide(approvals.list_requests()[0].job, "refused")
+    approvals.decide(approvals.list_requests()[0].job, "refused", "no consent for this model")
     with pytest.raises(FedspanError):
         run.federation.run_round(first.progress)
     answer = decode_reply(service.answer(transport.sent[-1]))
     assert answer.failed is not None
+    introduction = introduced(service, values(tiny_folder))
+    assert not introduction.waiting
+    assert "refused job" in (introduction.refused or "")
+    assert "no consent for this model" in (introduction.refused or "")
+    assert events(tmp_path)[-1] == "invitation refused"
+    assert events(tmp_path).count("job refused") == 1
 
 
-def test_what_was_asked_and_answered_is_in_the_audit_log(tiny_folder: Path, tmp_path: Path) -> None:
+def test_what_was_asked_and_answered_is_in_the_audit_logs_of_both_sides(tiny_folder: Path, tmp_path: Path) -> None:
     service = NodeService(node(tiny_folder, tmp_path))
     run, transport = served(tiny_folder, service)
-    run.federation.run_round(run.federation.begin())
+    log = AuditLog(tmp_path / "server" / AUDIT)
+    federation: Any = run.federation
+    federation.transport = AuditedTransport(transport, log, "run", {CLIENT: 2**63})
+    assert not federation.run_round(federation.begin()).failures
+    shared = ("event", "task", "round", "bytes", "sha256", "run")
+    ours, theirs = (
+        [{name: row.get(name) for name in shared} for row in own.read()] for own in (log, AuditLog(tmp_path / AUDIT))
+    )
+    assert ours == theirs[1:]
+    assert len(ours) == 2
+    assert {row["node"] for row in log.read()} == {str(2**63)}
     service.answer(transport.sent[0])  # sent again, and answered with the same reply
     service.answer(replace(decode_order(transport.sent[0]), lr=0.5).to_envelope())  # changed, and refused
     rows = AuditLog(tmp_path / AUDIT).read()
@@ -180,21 +187,6 @@ def test_damaged_decisions_do_nothing(tiny_folder: Path, tmp_path: Path, approva
     (tmp_path / "jobs" / f"{compute_job_digest(asked)}.json").write_bytes(content)
     with pytest.raises(FedspanError, match=r"\.json`: the file is damaged"):
         approvals.require(asked)
-
-
-def test_both_sides_log_the_same_orders_and_replies(tiny_folder: Path, tmp_path: Path) -> None:
-    service = NodeService(node(tiny_folder, tmp_path / "node"))
-    run, transport = served(tiny_folder, service)
-    log = AuditLog(tmp_path / "server" / AUDIT)
-    federation: Any = run.federation
-    federation.transport = AuditedTransport(transport, log, "run", {CLIENT: 2**63})
-    assert not federation.run_round(federation.begin()).failures
-    ours, theirs = log.read(), AuditLog(tmp_path / "node" / AUDIT).read()
-    shared = ("event", "task", "round", "bytes", "sha256", "run")
-    asked = [{name: row[name] for name in shared} for row in ours if row["event"] in ("asked", "answered")]
-    assert asked == [{name: row[name] for name in shared} for row in theirs if row["event"] in ("asked", "answered")]
-    assert len(asked) == 2
-    assert {row["node"] for row in ours} == {str(2**63)}
 
 
 def test_a_missing_reply_is_logged_with_its_reason(tmp_path: Path) -> None:
@@ -452,18 +444,18 @@ def measure(run: Prepared) -> list[float]:
     return [one.pooled["accuracy"] for one in scores if one is not None]
 
 
-@pytest.mark.parametrize("run", [{"evaluation_examples": 10, "evaluation_epsilon": 0.2}], indirect=True)
-def test_the_same_model_has_other_metrics_each_time_and_no_training_loss(run: tuple[Prepared, Any]) -> None:
-    assert len(set(measure(run[0]))) > 1
+@pytest.mark.parametrize(
+    ("run", "is_measured"),
+    [({"evaluation_examples": 10, "evaluation_epsilon": epsilon}, epsilon is None) for epsilon in (0.2, None)],
+    indirect=["run"],
+)
+def test_a_model_has_other_metrics_each_time_and_no_training_loss_unless_an_owner_sends_them_as_measured(
+    run: tuple[Prepared, Any], is_measured: bool
+) -> None:
+    assert (len(set(measure(run[0]))) == 1) == is_measured
     result = run[0].federation.run_round(run[0].federation.begin())
     assert not result.failures
-    assert math.isnan(result.loss)
-
-
-@pytest.mark.parametrize("run", [{"evaluation_examples": 10, "evaluation_epsilon": None}], indirect=True)
-def test_an_owner_can_send_metrics_as_measured(run: tuple[Prepared, Any]) -> None:
-    assert len(set(measure(run[0]))) == 1
-    assert math.isfinite(run[0].federation.run_round(run[0].federation.begin()).loss)
+    assert math.isfinite(result.loss) == is_measured
 
 
 @pytest.mark.parametrize("run", [{"evaluation_examples": 100}], indirect=True)

@@ -230,16 +230,23 @@ class ReadingBert(BertForSequenceClassification):
 def test_a_weight_that_is_used_without_a_call_is_refused_in_every_order(
     tiny_folder: Path, tmp_path: Path, caplog: CapturedLog
 ) -> None:
-    config = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1})
     model = ReadingBert.from_pretrained(tiny_folder / "bert", num_labels=len(tiny.LABELS))
-    with closing(TrainerNode(config, make_trainer(tiny_folder, "east", model=model))) as worker:
+    logs = refuse_twice(tiny_folder, tmp_path, caplog, model=model)
+    assert all("without calling the layer" in log for log in logs)
+
+
+def refuse_twice(tiny_folder: Path, tmp_path: Path, caplog: CapturedLog, **trainer: Any) -> list[str]:
+    """Send two orders to a node whose trainer trains neither; return what it logs of each."""
+    config, logs = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1}), list[str]()
+    with closing(TrainerNode(config, make_trainer(tiny_folder, "east", **trainer))) as worker:
         prepared, _ = served(tiny_folder, worker.service)
         progress = prepared.federation.begin()
         for _ in range(2):
             caplog.clear()
             with pytest.raises(TooFewReplies):
                 prepared.federation.run_round(progress)
-            assert "without calling the layer" in caplog.text
+            logs.append(caplog.text)
+    return logs
 
 
 class ChangesOnce(TrainerCallback):
@@ -255,12 +262,6 @@ class ChangesOnce(TrainerCallback):
 
 
 def test_a_node_whose_base_changed_refuses_orders(tiny_folder: Path, tmp_path: Path, caplog: CapturedLog) -> None:
-    config = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1})
-    with closing(TrainerNode(config, make_trainer(tiny_folder, "east", callbacks=[ChangesOnce()]))) as worker:
-        prepared, _ = served(tiny_folder, worker.service)
-        progress = prepared.federation.begin()
-        for _ in range(2):
-            with pytest.raises(TooFewReplies):
-                prepared.federation.run_round(progress)
-    assert "changed in round 1" in caplog.text
-    assert "no order is accepted any more" in caplog.text
+    first, second = refuse_twice(tiny_folder, tmp_path, caplog, callbacks=[ChangesOnce()])
+    assert "changed in round 1" in first
+    assert "no order is accepted any more" in second

@@ -24,6 +24,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Masking, Order, decode_order, decode_reply
 from fedspan.logs import AuditLog
 from fedspan.training.accounting import Charge, Mechanism
+from helpers import tiny
 from helpers.command_line import get_program
 from helpers.node_service import introduced, node, served, values
 from helpers.refusals import refused
@@ -430,9 +431,7 @@ def test_a_run_that_would_exceed_epsilon_is_refused_at_its_start(
     privacy = {"mechanism": mechanism, "noise": 4.0, "randomness": "secret"}
     service = NodeService(node(tiny_folder, tmp_path / "first", limits={"epsilon": None}))
     run, _ = served(tiny_folder, service, privacy=privacy)
-    progress = run.federation.begin()
-    for _ in range(run.federation.settings.rounds):
-        progress = run.federation.run_round(progress).progress
+    tiny.run_all_rounds(run)
     account = UsageBook(service.node).get_account()
     assert sum(count for *_, count in account.releases) >= run.federation.settings.rounds
     cost = account.compute_epsilon(1e-5)

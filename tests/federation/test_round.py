@@ -16,7 +16,6 @@ from torch import Tensor
 from fedspan.assembly.run import Prepared, prepare
 from fedspan.clients.host import Host
 from fedspan.clients.refusals import refuse
-from fedspan.clients.store import DiskClientStore
 from fedspan.core.values import Client, Message, Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
@@ -30,10 +29,9 @@ from fedspan.federation.validation import ReplyRules
 from fedspan.methods.fedit import FedIT
 from fedspan.training.accounting import Charge
 from fedspan.training.jobs import Privacy, TrainingSettings
-from fedspan.training.loop import LoopEngine
 from fedspan.wrappers.extras import WithExtras
 from helpers import tiny
-from helpers.remote_federation import require_whole_resend
+from helpers.remote_federation import remote, require_whole_resend
 from helpers.reply_transport import Replies, ReplyingTransport
 from helpers.toys.problem import Problem
 
@@ -118,14 +116,7 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
 
 
 def federation(prepared: Prepared, folder: Path, spoil: Spoil, **rules: Any) -> Federation:
-    here, engine = prepared.federation, prepared.engine
-    loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed, privacy=engine.privacy)
-    client_store = DiskClientStore(folder)
-    known = {
-        id: Host(here.method, loop, {id: one}, here.examples, client_store, 32) for id, one in here.clients.items()
-    }
-    transport = LocalTraining(known, spoil)
-    return Federation(here.method, engine, here.clients, here.examples, here.settings, transport, ReplyRules(**rules))
+    return remote(prepared, folder, lambda hosts: LocalTraining(hosts, spoil), **rules)
 
 
 @pytest.fixture(scope="module")

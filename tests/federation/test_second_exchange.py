@@ -25,9 +25,8 @@ from fedspan.federation.protocol import Envelope, Order, Reply, decode_order
 from fedspan.federation.round_context import RoundContext, Tally
 from fedspan.federation.second_exchange import build_second_context
 from fedspan.federation.settings import SecureSettings
-from fedspan.federation.validation import ReplyRules
-from fedspan.training.loop import LoopEngine
 from helpers import secure_rounds, tiny
+from helpers.remote_federation import remote
 from helpers.reply_transport import Replies, ReplyingTransport
 from helpers.watched_rounds import differences
 
@@ -86,15 +85,9 @@ def make_config(folder: Path, **changes: Mapping[str, Any]) -> Any:
 
 def connect(prepared: Prepared, folder: Path, spoil: Spoil = good, **rules: Any) -> tuple[Federation, Second]:
     """The same federation with its clients behind a transport, and the transport."""
-    here, engine = prepared.federation, prepared.engine
-    loop, store = (
-        LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed, privacy=engine.privacy),
-        DiskClientStore(folder),
-    )
-    hosts = {id: Host(here.method, loop, {id: one}, here.examples, store, 32) for id, one in here.clients.items()}
-    transport = Second(hosts, spoil)
-    made = Federation(here.method, engine, here.clients, here.examples, here.settings, transport, ReplyRules(**rules))
-    return made, transport
+    made = remote(prepared, folder, lambda hosts: Second(hosts, spoil), **rules)
+    assert isinstance(made.transport, Second)
+    return made, made.transport
 
 
 def test_every_client_is_asked_twice_and_both_messages_are_training_traffic(built: Prepared, tmp_path: Path) -> None:

@@ -77,12 +77,20 @@ def run_server(
     folder: Path, *, insecure: bool = True, hosts: tuple[str, ...] = (), proxies: tuple[str, ...] = ()
 ) -> Generator[ServerLink]:
     """Run a server as ``fedspan server`` does, at a free port, with a serving process."""
-    link, stop, ready = prepare_folder(folder, free_port(), hosts, insecure=insecure), Event(), Event()
-    server = Thread(target=supervise, args=(folder, link, "127.0.0.1", stop, ready.set), kwargs={"proxies": proxies})
+    link = prepare_folder(folder, free_port(), hosts, insecure=insecure)
+    with run_supervised(link, proxies=proxies):
+        yield link
+
+
+@contextmanager
+def run_supervised(link: ServerLink, **options: Any) -> Generator[None]:
+    """Run the server of a prepared folder, with a serving process."""
+    stop, ready = Event(), Event()
+    server = Thread(target=supervise, args=(link.folder, link, "127.0.0.1", stop, ready.set), kwargs=options)
     server.start()
     try:
-        assert ready.wait(120), (folder / "server.log").read_text()
-        yield link
+        assert ready.wait(120), (link.folder / "server.log").read_text()
+        yield
     finally:
         stop.set()
         server.join()

@@ -1,6 +1,6 @@
 """A federation whose clients are behind a transport, in one process."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,10 @@ class LocalTraining(ReplyingTransport):
             yield id, answer.to_envelope()
 
 
-def remote(prepared: Prepared, folder: Path, **rules: Any) -> Federation:
-    """The same federation with its clients behind a transport."""
+def remote(
+    prepared: Prepared, folder: Path, make: Callable[[dict[str, Host]], Any] = LocalTraining, **rules: Any
+) -> Federation:
+    """The same federation with its clients behind a transport, which is made of their hosts."""
     here, engine = prepared.federation, prepared.engine
     loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed, privacy=engine.privacy)
     client_store = DiskClientStore(folder)
@@ -46,8 +48,8 @@ def remote(prepared: Prepared, folder: Path, **rules: Any) -> Federation:
         id: Host(here.method, loop, {id: client_data}, here.examples, client_store, 32)
         for id, client_data in here.clients.items()
     }
-    transport = LocalTraining(hosts)
-    return Federation(here.method, engine, here.clients, here.examples, here.settings, transport, ReplyRules(**rules))
+    rest = here.settings, make(hosts), ReplyRules(**rules)
+    return Federation(here.method, engine, here.clients, here.examples, *rest)
 
 
 def require_whole_resend(federation: Federation, folder: Path) -> None:

@@ -31,7 +31,7 @@ from fedspan.config import RunConfig, parse_config
 from fedspan.core.method import Method
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
-from fedspan.federation.progress import ClientData
+from fedspan.federation.progress import ClientData, Progress
 from fedspan.training.engine import Engine
 from fedspan.training.loop import LoopEngine
 from fedspan.transports.in_process import simulate
@@ -210,12 +210,17 @@ def host_of(federation: Federation) -> Host:
     return federation.transport.host
 
 
-def final_tensors(prepared: Prepared) -> Mapping[str, Tensor]:
-    """Run all rounds; return the global tensors after them."""
+def run_all_rounds(prepared: Prepared) -> Progress:
+    """Run all rounds; return the progress after them."""
     progress = prepared.federation.begin()
     while progress.state.round < prepared.federation.settings.rounds:
         progress = prepared.federation.run_round(progress).progress
-    return progress.state.tensors
+    return progress
+
+
+def final_tensors(prepared: Prepared) -> Mapping[str, Tensor]:
+    """Run all rounds; return the global tensors after them."""
+    return run_all_rounds(prepared).state.tensors
 
 
 def require_sgd_without_noise(values: Mapping[str, Any], rtol: float = 1e-5, atol: float = 1e-7) -> None:

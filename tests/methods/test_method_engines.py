@@ -48,10 +48,7 @@ def engine_of(prepared: Prepared, at_once: int | None, prefix: PrefixSettings | 
 
 def run_rounds(prepared: Prepared, engine: Engine) -> Progress:
     tiny.use_engine(prepared.federation, engine)
-    progress = prepared.federation.begin()
-    while progress.state.round < prepared.federation.settings.rounds:
-        progress = prepared.federation.run_round(progress).progress
-    return progress
+    return tiny.run_all_rounds(prepared)
 
 
 def trained(engine: Engine, works: list[Assignment], examples: Examples) -> dict[str, Trained]:

@@ -235,9 +235,7 @@ def test_pretrained_weights_that_count_as_zero_are_gone_from_what_is_written(
         method={"from_scratch": True},
     )
     prepared = tiny.variant(loaded, config)
-    progress = prepared.federation.begin()
-    for _ in range(3):
-        progress = prepared.federation.run_round(progress).progress
+    progress = tiny.run_all_rounds(prepared)
     assert progress.state.base.rho == 0.0
     assert progress.state.base.total
     folder = write_adapters(prepared, progress, RunFolder(tmp_path))["global"]
@@ -256,9 +254,7 @@ def test_peft_gives_the_engine_s_logits(
     training = {"lr": 0.05, "weight_decay": 0}  # no adapter can say that the base itself has decayed
     config = method_config(tiny_folder, key, kind, model=model, federation=rounds, training=training)
     prepared = tiny.variant(loaded, config)
-    begin = progress = prepared.federation.begin()
-    for _ in range(2):
-        progress = prepared.federation.run_round(progress).progress
+    begin, progress = prepared.federation.begin(), tiny.run_all_rounds(prepared)
     folders = write_adapters(prepared, progress, RunFolder(tmp_path))
     personal = METHODS[key].claims.personal or name == "bert-local-head"
     assert set(folders) == (set(prepared.federation.clients) if personal else {"global"})

@@ -306,9 +306,7 @@ def classifier(folder: Path, family: str, **changes: Any) -> dict[str, Any]:
 
 def exported(prepared: Prepared, tmp_path: Path, auto: Any, **options: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """After two rounds: PEFT's model, and logits of both on one padded batch."""
-    progress = prepared.federation.begin()
-    for _ in range(2):
-        progress = prepared.federation.run_round(progress).progress
+    progress = tiny.run_all_rounds(prepared)
     adapter = write_adapters(prepared, progress, RunFolder(tmp_path))["global"]
     base = auto.from_pretrained(prepared.config.model.name, attn_implementation="eager", **options)
     base.config.pad_token_id = prepared.task.tokenizer.pad_token_id

@@ -5,7 +5,7 @@ import gc
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -237,14 +237,6 @@ def offloaded(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "model": {**values["model"], "device_map": "auto", "max_memory": ROOM}}
 
 
-def state(prepared: Prepared) -> Mapping[str, Tensor]:
-    """The global tensors after two rounds."""
-    progress = prepared.federation.begin()
-    for _ in range(2):
-        progress = prepared.federation.run_round(progress).progress
-    return progress.state.tensors
-
-
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -271,7 +263,7 @@ def test_training_ends_where_it_ends_with_the_base_in_memory(
     assert all(layer.stored_weight.is_meta for layer in adapted.layers.values())
     for name in adapted.layers:
         assert torch.equal(adapted.get_weight(name), plain.engine.adapted.get_weight(name))
-    expected, found = state(plain), state(apart)
+    expected, found = tiny.final_tensors(plain), tiny.final_tensors(apart)
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         assert (found[name] - value).norm() <= 1e-5 * value.norm().clamp(min=1e-3), name

@@ -69,10 +69,7 @@ def test_clients_share_passes_with_the_results_of_the_loop(kind: str, tmp_path: 
     tensors = {}
     for engine in ("loop", "batched"):
         prepared = prepare(parse_config({**values, "engine": {"name": engine}}))
-        progress = prepared.federation.begin()
-        for _ in range(2):
-            progress = prepared.federation.run_round(progress).progress
-        tensors[engine] = progress.state.tensors
+        tensors[engine] = tiny.final_tensors(prepared)
         if isinstance(prepared.engine, BatchedEngine):
             assert prepared.engine.refusal is None
     names = {name.partition("/")[0] for name in tensors["loop"]}
@@ -88,8 +85,7 @@ def test_with_dropout_clients_train_one_by_one_and_equal_the_loop(tmp_path: Path
     tensors = {}
     for engine in ("loop", "batched"):
         prepared = prepare(parse_config({**values, "engine": {"name": engine}}))
-        progress = prepared.federation.run_round(prepared.federation.begin()).progress
-        tensors[engine] = progress.state.tensors
+        tensors[engine] = tiny.final_tensors(prepared)
         if isinstance(prepared.engine, BatchedEngine):
             assert "dropout masks are drawn for one pass" in str(prepared.engine.refusal)
     for name, value in tensors["loop"].items():

@@ -11,7 +11,7 @@ TRAINERS = "trainer"
 _SENT = ("labels", "prompt")
 """Fields of ``data`` that a deployment's server names; a node's file names the others."""
 _TARGETS = ["query", "value", "intermediate.dense", "output.dense"]
-_IMAGE_LABELS = ["dark", "light"]
+_IMAGE_LABELS = ["blue", "green", "red"]
 _START = {"head_init": "random", "pooling": "stock"}
 
 
@@ -20,8 +20,8 @@ def _build_base(folder: Path) -> dict[str, Any]:
         "seed": 3,
         "device": "cpu",
         "threads": 1,
-        "model": {"name": str(folder / "bert"), "target_modules": _TARGETS, "max_length": 16, **_START},
-        "data": {"train": str(folder / "all.csv"), "test_fraction": 0.0, "labels": list(LABELS)},
+        "model": {"name": str(folder / "deep-bert"), "target_modules": _TARGETS, "max_length": 16, **_START},
+        "data": {"train": str(folder / "corpus" / "all.csv"), "test_fraction": 0.0, "labels": list(LABELS)},
         "partition": {"partitioner": "natural", "column": "site", "validation": 0.1, "test": 0.1},
         "method": {"name": "fedit", "r": 2, "lora_alpha": 4},
         "federation": {"rounds": 3, "clients_per_round": 2},
@@ -86,22 +86,27 @@ def build_cases(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _build_tasks(folder: Path) -> dict[str, dict[str, Any]]:
     """Build a case for each task but that of the base config; its name is the task's."""
-    records = {"train": str(folder / "all.jsonl")}
-    unlabeled = {**records, "labels": None}
-    decoder = {"name": str(folder / "gpt2"), "target_modules": ["c_attn", "c_proj"]}
+
+    def data(file: str, **columns: Any) -> dict[str, Any]:
+        return {"train": str(folder / file), "labels": None, **columns}
+
+    decoder = {"name": str(folder / "gpt2-lm"), "target_modules": ["c_attn", "c_proj"]}
     made: dict[str, dict[str, Any]] = {
-        "regression": {"data": {"label": "target", "labels": None}},
-        "causal-lm": {"model": decoder, "data": {"prompt": "{text}", "labels": None}},
+        "regression": {"data": data("scored/all.csv", text="a", label="score")},
+        "causal-lm": {"model": decoder, "data": data("questions/all.jsonl", prompt="Q: {question} A:")},
         "image-classification": _build_images(folder),
-        "token-classification": {"data": {**records, "labels": list(TAGS)}},
-        "multi-label-classification": {"data": {**records, "label": "topics"}},
-        "masked-lm": {"model": {"name": str(folder / "masked-bert")}, "data": unlabeled},
-        "text-embedding": {"model": {"pooling": "mean"}, "data": {**unlabeled, "text_pair": "near"}},
+        "token-classification": {"data": data("sentences/all.jsonl", labels=list(TAGS))},
+        "multi-label-classification": {"data": data("topics/all.jsonl", labels=list(LABELS[:3]))},
+        "masked-lm": {"model": {"name": str(folder / "masked-bert")}, "data": data("texts/all.jsonl")},
+        "text-embedding": {
+            "model": {"pooling": "mean"},
+            "data": data("pairs/all.csv", text="query", text_pair="found"),
+        },
         "seq2seq": {
             "model": {"name": str(folder / "t5"), "target_modules": ["q", "v", "wo"]},
-            "data": {**unlabeled, "answer": "near"},
+            "data": data("translations/all.csv", text="de", answer="en"),
         },
-        "preference": {"model": decoder, "data": {**unlabeled, "roles": {"prompt": "text"}}},
+        "preference": {"model": decoder, "data": data("preferences/all.jsonl")},
         TRAINERS: {
             **dict.fromkeys(("device", "threads", "data", "partition", "evaluation")),
             "model": dict.fromkeys(("name", "max_length", *_START)),
@@ -114,8 +119,8 @@ def _build_tasks(folder: Path) -> dict[str, dict[str, Any]]:
 def _build_images(folder: Path) -> dict[str, Any]:
     return {
         "task": "image-classification",
-        "data": {"train": str(folder / "images"), "labels": None},
-        "model": {"name": "builtin:resnet-8", "pretrained": False, "target_modules": "all-linear"},
+        "data": {"train": str(folder / "pictures"), "labels": None},
+        "model": {"name": "builtin:resnet-8", "pretrained": False, "image_size": 9, "target_modules": "all-linear"},
         "partition": {"partitioner": "iid", "column": None, "clients": len(SITES)},
     }
 

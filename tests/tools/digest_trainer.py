@@ -25,11 +25,13 @@ def make_trainer(inputs: Path, site: str) -> Any:
 
     import fedspan
 
-    with (inputs / f"{site}.csv").open() as file:
+    with (inputs / "corpus" / f"{site}.csv").open() as file:
         rows = list(csv.DictReader(file))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(inputs / "bert")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(inputs / "deep-bert")
     torch.manual_seed(7)  # all trainers have the same head
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(inputs / "bert", num_labels=len(LABELS))
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        inputs / "deep-bert", num_labels=len(LABELS)
+    )
 
     def encode(chosen: list[dict[str, str]]) -> dict[str, Any]:
         batch = dict(tokenizer([row["text"] for row in chosen], padding=True, return_tensors="pt"))

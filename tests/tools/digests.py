@@ -242,6 +242,7 @@ def _record(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="digests-") as made:
         folder = Path(made)
         (folder / "inputs").mkdir()
+        sys.path.append(str(HERE.parent))
         save_inputs(folder / "inputs")
         paths = [str(source / "src"), str(HERE), str(HERE.parent)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}

@@ -436,6 +436,9 @@ def test_every_family_of_models(kind: str, tiny_folder: Path, decoders: Path, im
         pytest.param(
             {"method": {"name": "hetlora", "r": 3}, "federation": {"ranks": [1, 2, 3]}}, marks=pytest.mark.slow
         ),
+        # projectors are renewed beside the running statistics of a client's own images; with ten times the rate,
+        # rounding grows to 2e-3 on some processors
+        {"kind": "builtin:resnet-8", "training": {"lr": 0.0001}, "method": {"name": "fedgalore", "r": 2}},
         {  # a kind of clients is verified after passes of another one
             "training": {"lora_dropout": 0.1},
             "method": {"name": "hetlora", "r": 2},
@@ -447,22 +450,11 @@ def test_every_family_of_models(kind: str, tiny_folder: Path, decoders: Path, im
 def test_what_trains_and_how(
     changes: dict[str, Any], tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
 ) -> None:
-    federation = changes.get("federation", {})
-    made = values("deep-bert", tiny_folder, decoders, images, **{k: v for k, v in changes.items() if k != "federation"})
-    made["federation"] = {**made["federation"], **federation}
+    rest = {name: value for name, value in changes.items() if name not in ("kind", "federation")}
+    made = values(changes.get("kind", "deep-bert"), tiny_folder, decoders, images, **rest)
+    made["federation"] = {**made["federation"], **changes.get("federation", {})}
     gap, engine = same(made)
     assert gap < 1e-5
-    assert engine.refusal is None
-    assert max(passes) > 1
-
-
-def test_projectors_are_renewed_beside_running_statistics(
-    tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
-) -> None:
-    """A client whose projectors come from its gradient keeps the statistics of its own images."""
-    changes = {"training": {"lr": 0.0001}, "method": {"name": "fedgalore", "r": 2}}
-    gap, engine = same(values("builtin:resnet-8", tiny_folder, decoders, images, **changes))
-    assert gap < 1e-5  # with ten times the rate, rounding grows to 2e-3 on some processors
     assert engine.refusal is None
     assert max(passes) > 1
 

@@ -289,9 +289,7 @@ def test_the_reference_is_the_start_of_the_federation(method: str, engine: str, 
     examples, test = prepared.train, prepared.test
     assert test is not None
     assert np.isnan(examples.reference).all()
-    progress = prepared.federation.begin()
-    for _ in range(2):
-        progress = prepared.federation.run_round(progress).progress
+    progress = tiny.run_all_rounds(prepared)
     prepared.evaluator.evaluate_heldout(progress, test)  # for the first time now
     assert prepared.engine.adapted.base is progress.state.base
     pretrained = transformers.AutoModelForCausalLM.from_pretrained(decoders / "llama-lm").eval()

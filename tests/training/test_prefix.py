@@ -158,9 +158,7 @@ def test_a_whole_federation_whose_base_moves(folders: Mapping[str, Path]) -> Non
     states: list[Mapping[str, Tensor]] = []
     for prefix in (None, MEMORY):
         tiny.use_engine(prepared.federation, engine_of(prepared, prefix))
-        progress = prepared.federation.begin()
-        while progress.state.round < prepared.federation.settings.rounds:
-            progress = prepared.federation.run_round(progress).progress
+        progress = tiny.run_all_rounds(prepared)
         total = {name: delta for name, delta in progress.state.base.total.items() if isinstance(delta, Tensor)}
         assert len(total) == len(prepared.engine.adapted.layers)
         states.append({**progress.state.tensors, **total})

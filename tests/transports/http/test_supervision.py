@@ -35,7 +35,7 @@ from fedspan.transports.http.store import Store
 from fedspan.transports.http.supervision import create_server
 from fedspan.transports.http.transport import ServerTransport
 from helpers.command_line import get_program
-from helpers.http_server import LocalServer, run_server, serve_here
+from helpers.http_server import LocalServer, run_server, run_supervised, serve_here
 from helpers.ports import free_port
 from helpers.refusals import refused
 from helpers.reply_transport import exchanged
@@ -204,27 +204,15 @@ def test_a_killed_server_takes_its_serving_process_along_and_starts_again(link: 
             assert server.stdout is not None
             assert server.stdout.readline() == b"ready\n", (link.folder / "server.log").read_text()
             os.kill(server.pid, signal.SIGKILL)
-    stop, ready = Event(), Event()
-    again = Thread(target=supervision.supervise, args=(link.folder, link, "127.0.0.1", stop, ready.set))
-    again.start()
-    try:
-        assert ready.wait(120), (link.folder / "server.log").read_text()
-    finally:
-        stop.set()
-        again.join()
+    with run_supervised(link):
+        pass
 
 
 def test_a_server_serves_at_its_own_port_whatever_a_refused_start_wrote(tmp_path: Path) -> None:
-    link, stop, ready = prepare_folder(tmp_path, free_port(), [], insecure=True), Event(), Event()
+    link = prepare_folder(tmp_path, free_port(), [], insecure=True)
     prepare_folder(tmp_path, free_port(), [], insecure=True)
-    server = Thread(target=supervision.supervise, args=(tmp_path, link, "127.0.0.1", stop, ready.set))
-    server.start()
-    try:
-        assert ready.wait(120), (tmp_path / "server.log").read_text()
+    with run_supervised(link):
         assert list_nodes(read_link(tmp_path), {}, {}) == []
-    finally:
-        stop.set()
-        server.join()
 
 
 @pytest.mark.parametrize("role", ["server", "serving"])
