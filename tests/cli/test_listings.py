@@ -41,18 +41,11 @@ def test_methods(call: Call) -> None:
     assert [row["key"] for row in json.loads(done(call("methods", "fedprox", "--json")))] == ["fedprox"]
 
 
-def test_the_table_of_methods_is_that_of_the_registry() -> None:
-    path = Path(fedspan.__file__).parent / "methods" / "table.json"
-    assert json.loads(path.read_text()) == describe(), "write it anew: python -m fedspan.methods.describe"
-    for row in describe():
-        assert row["name"]
-        assert row["idea"]
-
-
-def test_the_table_of_wrappers_is_that_of_the_registry() -> None:
-    path = Path(fedspan.__file__).parent / "wrappers" / "table.json"
-    rows = describe_wrappers()
-    assert json.loads(path.read_text()) == rows, "write it anew: python -m fedspan.wrappers.describe"
+@pytest.mark.parametrize("kind", ["methods", "wrappers"])
+def test_the_table_of_methods_or_wrappers_is_that_of_the_registry(kind: str) -> None:
+    path = Path(fedspan.__file__).parent / kind / "table.json"
+    rows = describe() if kind == "methods" else describe_wrappers()
+    assert json.loads(path.read_text()) == rows, f"generate it: python -m fedspan.{kind}.describe"
     for row in rows:
         assert row["name"]
         assert row["idea"]

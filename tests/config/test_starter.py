@@ -172,6 +172,7 @@ def test_a_messy_file(tmp_path: Path) -> None:
     config, found = config_of(path)
     assert (config.data.text, config.data.label, config.data.header) == ("column_1", "column_2", False)
     assert "encoding cp1252 (data.encoding), semicolons between columns (data.delimiter)" in found
+    assert "the first line looks like an example: the columns are named column_1, column_2" in found
 
 
 def test_what_is_not_found_is_named(tmp_path: Path) -> None:
@@ -229,14 +230,6 @@ def test_incomplete_rows_are_skipped_in_the_config(tmp_path: Path) -> None:
     assert config.data.invalid == "skip"
     assert "rows left out (data.invalid: skip): 15 without a text, a label or an answer" in found
     assert "45 examples" in found
-
-
-def test_a_file_without_a_header_is_reported(tmp_path: Path) -> None:
-    path = tmp_path / "t.csv"
-    path.write_text("".join(f"{text},{'ab'[number % 2]}\n" for number, text in enumerate(TEXTS)))
-    config, found = config_of(path)
-    assert config.data.header is False
-    assert "the first line looks like an example: the columns are named column_1, column_2" in found
 
 
 @pytest.mark.parametrize("headed", ["train", "test"])

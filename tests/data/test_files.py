@@ -103,16 +103,10 @@ def source(count: int = 6, **facts: object) -> Source:
     return Source(datasets.Dataset.from_dict({"text": [f"text {row}" for row in range(count)]}), "a.csv", **facts)
 
 
-def test_rows_count_from_1_below_the_header() -> None:
+def test_rows_count_from_1_below_the_header_with_those_that_were_left_out() -> None:
     assert source().row(0) == "row 1 of a.csv"
     assert source(header=2).row(3) == "row 6 of a.csv"
-
-
-def test_rows_that_were_left_out_count() -> None:
     assert source(3, header=1, positions=[0, 4, 5]).place(1) == ("a.csv", 6)
-
-
-def test_joined_files_have_rows_and_headers_of_their_own() -> None:
     joined = source(files=(("a.csv", 2, 1), ("b.csv", 1, 0), ("c.csv", 3, 2)))
     assert [joined.place(index) for index in range(6)] == [
         ("a.csv", 2),

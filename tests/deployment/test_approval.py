@@ -72,16 +72,7 @@ def test_a_new_job_waits_for_its_operator(
     assert introduction.examples > 0
 
 
-def test_a_changed_config_is_another_job(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
-    service = NodeService(node(tiny_folder, tmp_path, limits=ASK))
-    introduced(service, values(tiny_folder))
-    approvals.decide(approvals.list_requests()[0].job, "approved")
-    assert introduced(service, values(tiny_folder, training={"lr": 0.5})).waiting
-    assert introduced(service, values(tiny_folder), run="another").waiting
-    assert len(approvals.list_requests()) == 3
-
-
-def test_an_approval_outlives_a_patch_release_of_the_server(
+def test_an_approval_outlives_a_patch_release_of_the_server_and_a_changed_config_is_another_job(
     tiny_folder: Path, tmp_path: Path, approvals: Approvals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "__version__", "0.1.2")
@@ -91,6 +82,9 @@ def test_an_approval_outlives_a_patch_release_of_the_server(
     told = introduced(service, given, version="0.1.9")
     assert (told.waiting, told.refused) == (False, None)
     assert "it runs fedspan 0.2.0" in (introduced(service, given, version="0.2.0").refused or "")
+    assert introduced(service, values(tiny_folder, training={"lr": 0.5})).waiting
+    assert introduced(service, given, run="another").waiting
+    assert len(approvals.list_requests()) == 3
 
 
 def test_an_offer_of_other_weights_is_another_job(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:

@@ -184,7 +184,7 @@ def test_an_offer_of_wrong_files_is_given_up(model: Path, tmp_path: Path, monkey
     assert "receives" in ask(made, files)
 
 
-def test_a_request_whose_offer_has_ended_is_deleted(model: Path, tmp_path: Path) -> None:
+def test_a_request_is_deleted_when_its_offer_has_ended_or_no_invitation_renews_it(model: Path, tmp_path: Path) -> None:
     made, files = make_node(tmp_path / "node"), base_offers.list_base_files(model)
 
     def fail(*_: object) -> bytes:
@@ -192,14 +192,11 @@ def test_a_request_whose_offer_has_ended_is_deleted(model: Path, tmp_path: Path)
 
     ask(made, files)
     receive(tmp_path / "node", fail)
-    assert not list((tmp_path / "node" / "bases").glob("*.json"))
-
-
-def test_a_request_that_no_invitation_renews_expires(model: Path, tmp_path: Path) -> None:
-    made, files = make_node(tmp_path / "node"), base_offers.list_base_files(model)
+    folder = tmp_path / "node" / "bases"
+    assert not list(folder.glob("*.json"))
     ask(made, files)
     receive(tmp_path / "node", make_fetch(model, files, fails_at=2))
-    folder = tmp_path / "node" / "bases"
+    assert list(folder.glob("*.json"))
     for path in folder.iterdir():
         os.utime(path, (0, 0))
     receive(tmp_path / "node", lambda *_: pytest.fail("fetched"))

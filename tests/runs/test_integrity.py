@@ -184,6 +184,9 @@ def test_a_damaged_adapter_is_not_used(world: World, tmp_path: Path) -> None:
             fedspan.export(model, tmp_path / "out")
     with pytest.raises(FedspanError, match=expected):
         world.prepare(model={"adapter": str(folder / "adapter")})
+    shutil.rmtree(folder / "checkpoints")  # without them, a resumed run cannot write it
+    with pytest.raises(FedspanError, match=r"names\. Restore the file\.$"):
+        fedspan.predict(folder, ["word1"])
 
 
 def test_a_client_s_model_is_used_beside_a_damaged_one(world: World, tmp_path: Path) -> None:
@@ -195,12 +198,6 @@ def test_a_client_s_model_is_used_beside_a_damaged_one(world: World, tmp_path: P
         fedspan.predict(folder, ["word1"], damaged)
 
 
-def test_files_of_the_user_may_lie_beside_those_of_the_run(world: World, tmp_path: Path) -> None:
-    folder = copied(world, tmp_path, "finished", lambda run: (run.adapter / "notes.txt").write_text("mine"))
-    require_intact(RunFolder(folder))
-    assert (fedspan.export(folder, tmp_path / "out") / "notes.txt").read_text() == "mine"
-
-
 def test_a_damaged_adapter_is_exported_again_from_its_checkpoint(world: World, tmp_path: Path) -> None:
     before = content(copied(world, tmp_path, "finished", lambda run: None))
     folder = tmp_path / "finished"
@@ -210,13 +207,6 @@ def test_a_damaged_adapter_is_exported_again_from_its_checkpoint(world: World, t
     (folder / "report.json").unlink()
     fedspan.resume(folder)
     assert content(folder) == before
-
-
-def test_without_checkpoints_a_damaged_adapter_can_only_be_restored(world: World, tmp_path: Path) -> None:
-    folder = copied(world, tmp_path, "finished", FINISHED["adapter"][0])
-    shutil.rmtree(folder / "checkpoints")
-    with pytest.raises(FedspanError, match=r"names\. Restore the file\.$"):
-        fedspan.predict(folder, ["word1"])
 
 
 def test_a_chosen_learning_rate_cannot_be_edited(world: World, tmp_path: Path) -> None:
@@ -268,9 +258,10 @@ def test_the_rate_of_centralized_training_may_change_until_it_begins(world: Worl
         require_same_run(run, now, kept)
 
 
-def test_an_intact_run_is_used_as_before(world: World, tmp_path: Path) -> None:
-    folder = copied(world, tmp_path, "finished", lambda run: None)
+def test_an_intact_run_is_used_as_before_and_files_of_the_user_may_lie_in_it(world: World, tmp_path: Path) -> None:
+    folder = copied(world, tmp_path, "finished", lambda run: (run.adapter / "notes.txt").write_text("mine"))
     require_intact(RunFolder(folder))
+    assert (fedspan.export(folder, tmp_path / "out") / "notes.txt").read_text() == "mine"
     moved = tmp_path / "corpus.csv"
     shutil.copyfile(world.tiny / "corpus.csv", moved)
     replaced("config.yaml", str(world.tiny / "corpus.csv"), str(moved))(RunFolder(folder))

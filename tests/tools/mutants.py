@@ -91,11 +91,11 @@ class Plugin:
 
     Args:
         work: Folder of the sample and of all that is known about it.
-        jobs: Number of mutants to run at a time; 0: the tests are run and recorded.
+        records: Whether the tests are run and recorded.
     """
 
-    def __init__(self, work: Path, jobs: int) -> None:
-        self.work, self.jobs = work, jobs
+    def __init__(self, work: Path, records: bool) -> None:
+        self.work, self.records = work, records
         self.sample: list[str] = json.loads((work / "sample.json").read_text(encoding="utf-8"))
         self.numbers = {id: number for number, id in enumerate(self.sample)}
         self.active: int | None = None
@@ -151,7 +151,7 @@ class Plugin:
 
     def pytest_sessionfinish(self) -> None:
         """Write what was recorded."""
-        if self.jobs == 0:
+        if self.records:
             passed = {name: seconds for name, seconds in self.durations.items() if name not in self.failures}
             reached = {id: sorted(contexts) for id, contexts in self.reached.items()}
             text = json.dumps({"reached": reached, "passed": passed, "failed": self.failures}, indent=1)
@@ -159,7 +159,7 @@ class Plugin:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """Run the mutants instead of the tests, until all their killers pass without any."""
-        if self.jobs == 0 or session.testsfailed:
+        if self.records or session.testsfailed:
             return None
         items = {item.nodeid: item for item in session.items}
         tests = self._find_tests(items)
@@ -170,7 +170,8 @@ class Plugin:
             if not pending:
                 return True
             random.Random(0).shuffle(pending)  # stopped early, the fates are still those of a sample of all packages
-            self._run_all(pending, tests, items, unreliable)
+            for id in pending:
+                self._run_mutant(id, [name for name in tests[id] if name not in unreliable], items)
             killers = {str(fate["test"]) for fate in read_fates(self.work).values() if fate["fate"] == "killed"}
             process = self._fork([items[name] for name in sorted(killers)], None)
             os.waitpid(process, 0)
@@ -196,40 +197,27 @@ class Plugin:
             ]
         return tests
 
-    def _run_all(
-        self,
-        pending: list[str],
-        tests: Mapping[str, Sequence[str]],
-        items: Mapping[str, pytest.Item],
-        unreliable: set[str],
-    ) -> None:
-        running: dict[int, tuple[dict[str, Any], float, float]] = {}  # fates so far, beginnings and limits by process
-        while pending or running:
-            while pending and len(running) < self.jobs:
-                id = pending.pop(0)
-                number = self.numbers[id]
-                reliable = [name for name in tests[id] if name not in unreliable]
-                chosen = choose_tests(reliable, self.durations, number)
-                fate = {"id": id, "tests": len(chosen), "reached_by": len(reliable), "test": ""}
-                if not chosen:
-                    add_fate(self.work, **fate, fate="not covered")
-                    continue
-                limit = max(SECONDS, FACTOR * sum(self.durations[name] for name in chosen))
-                running[self._fork([items[name] for name in chosen], number)] = fate, time.monotonic(), limit
+    def _run_mutant(self, id: str, names: Sequence[str], items: Mapping[str, pytest.Item]) -> None:
+        """Run tests that reach a mutant, and add its fate."""
+        number = self.numbers[id]
+        chosen = choose_tests(names, self.durations, number)
+        fate = {"id": id, "tests": len(chosen), "reached_by": len(names), "test": ""}
+        if not chosen:
+            add_fate(self.work, **fate, fate="not covered")
+            return
+        limit = max(SECONDS, FACTOR * sum(self.durations[name] for name in chosen))
+        began, ended, status = time.monotonic(), 0, 0
+        process = self._fork([items[name] for name in chosen], number)
+        while not ended and (seconds := time.monotonic() - began) < limit:
             time.sleep(0.05)
-            for process, (fate, began, limit) in list(running.items()):
-                seconds = time.monotonic() - began
-                ended, status = os.waitpid(process, os.WNOHANG)
-                if not ended and seconds < limit:
-                    continue
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process, signal.SIGKILL)  # with what its tests have started
-                if not ended:
-                    os.waitpid(process, 0)
-                failures = self._read_failures(process)
-                outcome = "killed" if failures else "timeout" if not ended else "crash" if status else "survived"
-                add_fate(self.work, **fate | {"test": failures[0] if failures else ""}, fate=outcome, seconds=seconds)
-                del running[process]
+            ended, status = os.waitpid(process, os.WNOHANG)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)  # with what its tests have started
+        if not ended:
+            os.waitpid(process, 0)
+        failures = self._read_failures(process)
+        outcome = "killed" if failures else "timeout" if not ended else "crash" if status else "survived"
+        add_fate(self.work, **fate | {"test": failures[0] if failures else ""}, fate=outcome, seconds=seconds)
 
     def _fork(self, items: Sequence[pytest.Item], active: int | None) -> int:
         """Run tests in a new process, with one mutant active or none."""
@@ -279,21 +267,21 @@ class Loader(SourceFileLoader):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--mutants", type=Path)
-    parser.addoption("--jobs", type=int)
+    parser.addoption("--record", action="store_true")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Begin before any file of the tests imports a module of the package."""
     options = early_config.known_args_namespace
-    plugin = Plugin(options.mutants, options.jobs)
+    plugin = Plugin(options.mutants, options.record)
     early_config.pluginmanager.register(plugin)
     sys.meta_path.insert(0, plugin)
 
 
-def run_pytest(work: Path, jobs: int, *arguments: str) -> None:
+def run_pytest(work: Path, *arguments: str) -> None:
     paths = os.pathsep.join([str(HERE), str(SOURCE.parent)])
-    options = ["-p", "mutants", "-p", "no:cacheprovider", f"--mutants={work}", f"--jobs={jobs}", "-n", "0", *arguments]
+    options = ["-p", "mutants", "-p", "no:cacheprovider", f"--mutants={work}", "-n", "0", *arguments]
     command = [sys.executable, "-m", "pytest", *options]
     subprocess.run(command, cwd=HERE.parents[1], env={**os.environ, "PYTHONPATH": paths}, check=False)
 
@@ -331,7 +319,6 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of the sample and the fates")
     parser.add_argument("--count", type=int, default=200, help="mutants of a new sample")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="mutants to run at a time")
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("tests", nargs="*", help="paths of the tests; default: all quick ones")
     arguments = parser.parse_args()
@@ -342,8 +329,8 @@ def main() -> None:
         (work / "sample.json").write_text(json.dumps(sample, indent=1), encoding="utf-8")
     if not arguments.table:
         if not any(work.glob("coverage-*.json")):
-            run_pytest(work, 0, *arguments.tests)
-        run_pytest(work, arguments.jobs, *arguments.tests)
+            run_pytest(work, "--record", *arguments.tests)
+        run_pytest(work, *arguments.tests)
     print_table(work)
 
 
