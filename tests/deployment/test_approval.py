@@ -79,11 +79,11 @@ def test_an_approval_outlives_a_patch_release_of_the_server_and_a_changed_config
     service, given = NodeService(node(tiny_folder, tmp_path, limits=ASK)), values(tiny_folder)
     assert introduced(service, given, version="0.1.0").waiting
     approvals.decide(approvals.list_requests()[0].job, "approved")
+    assert introduced(service, values(tiny_folder, training={"lr": 0.5})).waiting
+    assert introduced(service, given, run="another").waiting
     told = introduced(service, given, version="0.1.9")
     assert (told.waiting, told.refused) == (False, None)
     assert "it runs fedspan 0.2.0" in (introduced(service, given, version="0.2.0").refused or "")
-    assert introduced(service, values(tiny_folder, training={"lr": 0.5})).waiting
-    assert introduced(service, given, run="another").waiting
     assert len(approvals.list_requests()) == 3
 
 
