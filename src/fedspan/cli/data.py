@@ -6,12 +6,12 @@ import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from fedspan.cli.commands import Json, argument, register_command
+from fedspan.cli.formatting import create_console, create_table
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fedspan.data.catalogue import DatasetEntry
 
 
@@ -21,7 +21,6 @@ def data(
     as_json: Json = False,
 ) -> None:
     """List the data sets of data.dataset: their tasks, licenses and locations."""
-    from fedspan.cli.formatting import create_console
     from fedspan.data.catalogue import get_dataset_entry, list_datasets
 
     entries = list_datasets() if key is None else (get_dataset_entry(key, "KEY"),)
@@ -34,8 +33,6 @@ def data(
 
 
 def _show_all(out: Console, entries: tuple[DatasetEntry, ...]) -> None:
-    from fedspan.cli.formatting import create_table
-
     # One table per task: a column of tasks would leave too little room for hub ids in 80 columns.
     for task in dict.fromkeys(entry.task for entry in entries):
         table = create_table()
@@ -58,7 +55,6 @@ def _show_all(out: Console, entries: tuple[DatasetEntry, ...]) -> None:
 
 
 def _show_entry(out: Console, entry: DatasetEntry) -> None:
-    from fedspan.cli.formatting import create_table
     from fedspan.data.catalogue import render_snippet
 
     out.print(f"{entry.title}: {entry.summary}", style="bold")

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedspan.cli.commands import Overrides, flag, option, register_command
+from fedspan.cli.formatting import create_console
 from fedspan.cli.live_run import find_unused_folder, show_run
 from fedspan.errors import build_install_command
+from fedspan.progress.formatting import format_size
 
 if TYPE_CHECKING:
     from fedspan.runs.report import RunReport
@@ -45,9 +47,6 @@ def demo(
 
 def _show_result(report: RunReport, folder: Path) -> None:
     """Print what was sent instead of data, and write the report's page if its library is installed."""
-    from fedspan.cli.formatting import create_console
-    from fedspan.progress.formatting import format_size
-
     out = create_console()
     sent = report.bytes["up"] + sum(count["up"] for count in report.other_bytes.values())
     out.print(

@@ -15,6 +15,7 @@ import typer
 
 from fedspan.cli.admission import warn_of_expiry
 from fedspan.cli.commands import MACHINES, SERVER, Overrides, ServerFolder, argument, flag, option, register_command
+from fedspan.cli.formatting import create_console
 from fedspan.cli.live_run import describe_interruption, find_unused_folder
 from fedspan.errors import FedspanError
 from fedspan.files import restrict_new_files
@@ -262,7 +263,6 @@ def submit(
     if resume is not None and overrides:
         problem = "it cannot be combined with --resume, because nodes have agreed to the run's own config"
         raise FedspanError("--set", " ".join(overrides), problem=problem)
-    from fedspan.cli.formatting import create_console
     from fedspan.cli.run_summary import show_report
     from fedspan.deployment.deploy import submit as submit_run
     from fedspan.progress.view import RunView

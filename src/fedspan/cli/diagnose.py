@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
+from rich.console import Console
 
 from fedspan.cli.commands import Json, argument, option, register_command
+from fedspan.cli.formatting import create_console, create_table
 from fedspan.errors import FedspanError
+from fedspan.progress.formatting import format_number
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fedspan.diagnostics.round_diagnosis import Diagnosis
 
 
@@ -33,8 +34,6 @@ def diagnose(
     Reports interference of averaging, client drift, angles between subspaces, ranks, mismatch of the optimizers'
     moments, and the loss between two clients' models. It costs one round and the printed additional time.
     """
-    from fedspan.cli.formatting import create_console
-
     screen = create_console()
     screen.quiet = as_json
     with screen.status("running a round"):
@@ -87,9 +86,7 @@ def _to_dict(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _show(out: Console, diagnosis: Diagnosis) -> None:
-    from fedspan.cli.formatting import create_table
     from fedspan.diagnostics.measures import summarize_measures
-    from fedspan.progress.formatting import format_number
 
     rows = summarize_measures(diagnosis)
     clients, layers = len(diagnosis.clients), len(diagnosis.layers)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fedspan.cli.commands import argument, flag, option, register_command
+from fedspan.cli.formatting import create_console
 from fedspan.errors import FedspanError
 
 
@@ -38,8 +39,6 @@ def init(
     ] = None,
 ) -> None:
     """Infer a commented config from the beginning of your own data, and describe the data."""
-    from fedspan.cli.formatting import create_console
-
     screen = create_console()
     options = _parse_options(overrides or ())
     with screen.status("inspecting the data"):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from fedspan.cli.formatting import create_console
 from fedspan.progress.trackers import require_trackers
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ def _select_trackers(track: str | None) -> list[str]:
 
 def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), track: str | None = "none") -> RunReport:
     """Start a new run, or resume or extend one if there is no config; then print its summary and return it."""
-    from fedspan.cli.formatting import create_console
-
     out, trackers = create_console(), _select_trackers(track)
     with out.status("loading torch and Transformers"):
         from fedspan.config import load_config

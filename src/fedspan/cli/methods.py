@@ -7,13 +7,14 @@ import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from fedspan.cli.commands import Json, argument, register_command
+from fedspan.cli.formatting import create_console, create_table
 from fedspan.errors import FedspanError, suggest_nearest
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fedspan.methods.describe import MethodRow, Option
     from fedspan.wrappers.describe import WrapperRow
 
@@ -27,7 +28,6 @@ def methods(
 
     fedspan plan computes the traffic of a method for a model.
     """
-    from fedspan.cli.formatting import create_console
     from fedspan.methods.describe import list_methods
     from fedspan.wrappers.describe import list_wrappers
 
@@ -54,10 +54,6 @@ def methods(
 
 
 def _show_methods(out: Console, rows: tuple[MethodRow, ...]) -> None:
-    from rich.text import Text
-
-    from fedspan.cli.formatting import create_table
-
     table = create_table()
     table.add_column("key", style="cyan", no_wrap=True)
     table.add_column("method", ratio=1, max_width=72)
@@ -105,8 +101,6 @@ def _show_method(out: Console, row: MethodRow) -> None:
 
 
 def _show_options(out: Console, prefix: str, options: tuple[Option, ...]) -> None:
-    from fedspan.cli.formatting import create_table
-
     table = create_table()
     table.add_column("option", style="bold", no_wrap=True)
     table.add_column("default", no_wrap=True)
@@ -117,10 +111,6 @@ def _show_options(out: Console, prefix: str, options: tuple[Option, ...]) -> Non
 
 
 def _show_wrappers(out: Console, rows: tuple[WrapperRow, ...]) -> None:
-    from rich.text import Text
-
-    from fedspan.cli.formatting import create_table
-
     table = create_table()
     table.add_column("key", style="cyan", no_wrap=True)
     table.add_column("wrapper", ratio=1, max_width=72)

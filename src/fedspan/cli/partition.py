@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from fedspan.cli.commands import Json, Overrides, argument, option, register_command
+from fedspan.cli.formatting import create_console, create_table
 from fedspan.errors import FedspanError
+from fedspan.progress.formatting import shorten
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fedspan.data.partition import ClientRow, Partition
 
 _MAX_NAME = 24
@@ -32,7 +33,6 @@ def partition(
     as_json: Json = False,
 ) -> None:
     """Show the assignment of examples to clients, without training."""
-    from fedspan.cli.formatting import create_console
     from fedspan.config import load_config
     from fedspan.data.duplicates import describe_shared
     from fedspan.data.partition import partition as partition_examples
@@ -84,8 +84,6 @@ def _print_counts(
     out: Console, counts: list[tuple[str, ClientRow]], labels: tuple[str, ...], widths: tuple[int, int, int]
 ) -> None:
     """Print a column for each label; rich's own tables are too wide for twenty labels in 80 columns."""
-    from fedspan.progress.formatting import shorten
-
     names, sizes, digits = widths
     numbers = "".join(str(index).rjust(digits) for index in range(1, len(labels) + 1))
     out.print("client".ljust(names) + "examples".rjust(sizes) + numbers, style="dim")
@@ -106,9 +104,6 @@ def _print_counts(
 
 def _print_largest(out: Console, counts: list[tuple[str, ClientRow]], labels: tuple[str, ...]) -> None:
     """Print each client's number of labels and its largest ones, if there are too many labels for columns."""
-    from fedspan.cli.formatting import create_table
-    from fedspan.progress.formatting import shorten
-
     table = create_table()
     table.add_column("client", no_wrap=True)
     table.add_column("examples", justify="right", no_wrap=True)

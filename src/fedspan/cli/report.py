@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from fedspan.cli.commands import argument, flag, option, register_command
+from fedspan.cli.formatting import create_console
 
 
 @register_command(
@@ -31,8 +32,6 @@ def report(
 
     The report needs no network; runs that differ only in their seed are grouped. Needs fedspan[report].
     """
-    from fedspan.cli.formatting import create_console
-
     screen = create_console()
     with screen.status("reading the runs"):
         import fedspan

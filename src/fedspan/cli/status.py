@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from fedspan.cli.admission import warn_of_expiry
 from fedspan.cli.commands import MACHINES, SERVER, Json, ServerFolder, argument, option, register_command
+from fedspan.cli.formatting import create_console, create_table
+from fedspan.progress.formatting import format_duration
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fedspan.deployment.status import RunStatus
     from fedspan.transports.http.server import Node
 
@@ -36,7 +38,6 @@ def status(
     from fedspan.transports.http import require
 
     require()
-    from fedspan.cli.formatting import create_console
     from fedspan.deployment.status import load_named_run, read_status
     from fedspan.errors import FedspanError
     from fedspan.transports.http.admissions import list_named_nodes, read_admissions
@@ -83,10 +84,6 @@ def _show_nodes(
     max_examples: dict[str, int],
     run_status: RunStatus | None,
 ) -> None:
-    from rich.text import Text
-
-    from fedspan.cli.formatting import create_table
-
     if not nodes:
         out.print("no nodes yet: fedspan admit KEY.pub")
         return
@@ -112,23 +109,17 @@ def _show_nodes(
 
 
 def _format_last_seen(node: Node) -> str:
-    from fedspan.progress.formatting import format_duration
-
     if node.status == "online":
         return f"now, for {format_duration(node.online_seconds)}"
     return "not since start" if node.offline_since is None else _format_ago(node.offline_since)
 
 
 def _format_ago(moment: float) -> str:
-    from fedspan.progress.formatting import format_duration
-
     shown = datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M:%S")
     return f"{shown} ({format_duration(max(0.0, time.time() - moment))} ago)"
 
 
 def _show_run(out: Console, run_folder: Path, run_status: RunStatus) -> None:
-    from rich.text import Text
-
     total = "" if run_status.rounds is None else f" of {run_status.rounds}"
     facts = {
         "run": str(run_folder),
