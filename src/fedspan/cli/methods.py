@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,10 +13,8 @@ from rich.text import Text
 from fedspan.cli.commands import Json, argument, register_command
 from fedspan.cli.formatting import create_console, create_table
 from fedspan.errors import FedspanError, suggest_nearest
-
-if TYPE_CHECKING:
-    from fedspan.methods.describe import MethodRow, Option
-    from fedspan.wrappers.describe import WrapperRow
+from fedspan.methods.describe import MethodRow, Option, list_methods
+from fedspan.wrappers.describe import WrapperRow, list_wrappers
 
 
 @register_command("methods", "fedspan methods", "fedspan methods fedloru", "fedspan methods --json")
@@ -28,9 +26,6 @@ def methods(
 
     fedspan plan computes the traffic of a method for a model.
     """
-    from fedspan.methods.describe import list_methods
-    from fedspan.wrappers.describe import list_wrappers
-
     rows, wrappers = list_methods(), list_wrappers()
     if key is not None:
         method_keys = [row.key for row in (*rows, *wrappers)]

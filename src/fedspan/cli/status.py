@@ -17,6 +17,7 @@ from fedspan.cli.admission import warn_of_expiry
 from fedspan.cli.commands import MACHINES, SERVER, Json, ServerFolder, argument, option, register_command
 from fedspan.cli.formatting import create_console, create_table
 from fedspan.progress.formatting import format_duration
+from fedspan.transports import http
 
 if TYPE_CHECKING:
     from fedspan.deployment.status import RunStatus
@@ -35,9 +36,7 @@ def status(
 
     A killed node counts as offline within a minute.
     """
-    from fedspan.transports.http import require
-
-    require()
+    http.require()
     from fedspan.deployment.status import load_named_run, read_status
     from fedspan.errors import FedspanError
     from fedspan.transports.http.admissions import list_named_nodes, read_admissions
