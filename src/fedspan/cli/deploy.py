@@ -16,7 +16,7 @@ import typer
 from fedspan.cli.admission import warn_of_expiry
 from fedspan.cli.commands import MACHINES, SERVER, Overrides, ServerFolder, argument, flag, option, register_command
 from fedspan.cli.formatting import create_console
-from fedspan.cli.live_run import describe_interruption, find_unused_folder
+from fedspan.cli.train import describe_interruption, find_unused_folder
 from fedspan.errors import FedspanError
 from fedspan.files import restrict_new_files
 from fedspan.transports import flower, http
