@@ -66,39 +66,22 @@ class Predictor(Protocol):
 class Engine(Predictor, Protocol):
     """Trains and evaluates jobs on one model."""
 
-    @property
-    def adapted(self) -> AdaptedModel:
-        """The model."""
-        ...
-
-    @property
-    def task(self) -> Task:
-        """The learning problem."""
-        ...
-
-    @property
-    def settings(self) -> TrainingSettings:
-        """Settings of local training."""
-        ...
-
-    @property
-    def privacy(self) -> Privacy | None:
-        """Privacy of the run, if it has any."""
-        ...
-
-    @property
-    def seed(self) -> int:
-        """Seed of every random draw."""
-        ...
+    adapted: AdaptedModel
+    """The model."""
+    task: Task
+    """The learning problem."""
+    settings: TrainingSettings
+    """Settings of local training."""
+    privacy: Privacy | None
+    """Privacy of the run, if it has any."""
+    seed: int
+    """Seed of every random draw."""
+    stages: Stages
+    """Reports the progress of long work."""
 
     @property
     def prefixes(self) -> PrefixCaches:
         """Hidden states that leave the model's frozen prefix, by data set."""
-        ...
-
-    @property
-    def stages(self) -> Stages:
-        """Reports the progress of long work."""
         ...
 
     def train_all(self, examples: Examples, sizes: Mapping[str, int], open_job: OpenJob, finish_job: FinishJob) -> None:
