@@ -15,5 +15,4 @@ from fedspan.cli import trained_model
 from fedspan.cli import report
 from fedspan.cli import deploy
 from fedspan.cli import admission
-from fedspan.cli import audit
-from fedspan.cli import status
+from fedspan.cli import operation
