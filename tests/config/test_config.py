@@ -135,6 +135,15 @@ def test_a_clip_whose_sums_or_steps_a_float32_does_not_hold_is_refused(clip: flo
         parse_config({**VALID, "privacy": {"mechanism": "dp-sgd", "noise": 1.0, "clip": clip}})
 
 
+@pytest.mark.parametrize("noise", [1e-160, 9e-10, 1.1e9, 1e160])
+def test_a_noise_whose_square_no_accountant_holds_is_refused(noise: float) -> None:
+    """At a rate of 0.1, the accountant did not finish with 1e-160."""
+    for bound in (1e-9, 1e9):
+        parse_config({**VALID, "privacy": {"mechanism": "dp-sgd", "noise": bound}})
+    with pytest.raises(FedspanError, match=r"privacy\.noise"):
+        parse_config({**VALID, "privacy": {"mechanism": "dp-sgd", "noise": noise}})
+
+
 RULES = ("median", "trimmed-mean", "multi-krum", "geometric-median", "flame")
 
 

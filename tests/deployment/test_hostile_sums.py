@@ -348,10 +348,10 @@ def test_a_node_that_sends_nothing_in_plaintext_joins_no_plaintext_run(tiny_fold
 
 
 @pytest.mark.parametrize(
-    ("selected", "limits", "joins"), [(3, {}, False), (4, {}, True), (3, {"secure_clients": 3}, True)]
+    ("selected", "limits", "joins"), [(3, {}, False), ("3", {}, False), (4, {}, True), (3, {"secure_clients": 3}, True)]
 )
 def test_a_node_joins_no_run_whose_rounds_select_too_few_nodes(
-    selected: int, limits: dict[str, int], joins: bool, tiny_folder: Path, tmp_path: Path
+    selected: object, limits: dict[str, int], joins: bool, tiny_folder: Path, tmp_path: Path
 ) -> None:
     prints = {f"clinic-{letter}": "SHA256:" + "A" * 43 for letter in "abcd"}
     owner = node("clinic-a", tiny_folder, tmp_path, **limits).model_copy(update={"peers": prints})

@@ -1,7 +1,10 @@
 """A hostile server's orders and configs: what exceeds a node's limits is refused, and under noise no failure tells."""
 
+import json
 import math
+import shutil
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +16,7 @@ import torch
 
 from fedspan.assembly.head import begin
 from fedspan.assembly.run import Prepared, prepare
-from fedspan.config import parse_config
+from fedspan.config import RunConfig, parse_config
 from fedspan.config.node import NodeConfig, NodeLimits
 from fedspan.deployment.handshake import build_node_values, build_server_config
 from fedspan.deployment.limits import require_workload
@@ -78,11 +81,14 @@ def test_an_order_differs_in_nothing_from_what_was_agreed(asked: tuple[Direct, O
         ({"evaluation": {"batch_size": 10**9}}, "limits.batch"),
         ({"model": {"max_length": 10**9}}, "limits.tokens"),
         ({"method": {"r": 10**6}}, "limits.rank"),
+        ({"method": {"r": "1000000"}}, "limits.rank"),
         ({"federation": {"ranks": {CLIENT: 10**6}}}, "limits.rank"),
+        ({"federation": {"ranks": ["1000000"]}}, "limits.rank"),
         ({"federation": {"ranks": {"assign": "fractions", "of": {"1000000": 1.0}}}}, "limits.rank"),
         ({"federation": {"rounds": 50}}, "the run's federation.rounds is 50, and this node allows at most"),
         ({"method": {"name": "fedgalore", "period": 10**12, "steps": 4}}, "method.period is 1000000000000"),
         ({"method": {"name": "fedgalore", "steps": 10**6}}, "limits.steps"),
+        ({"method": {"name": "fedgalore", "steps": "1000000"}}, "limits.steps"),
         (
             {"method": {"name": "fedgalore", "steps": 15000}, "training": {"gradient_accumulation_steps": 2}},
             "steps is 30000",
@@ -119,6 +125,9 @@ def test_models_of_the_hub_are_named_by_the_operator(tiny_folder: Path, tmp_path
     """Without a list, only the models that come with fedspan; and an adapter is a folder, never an id."""
     told = introduced(NodeService(node(tiny_folder, tmp_path, limits={"models": None})), values(tiny_folder))
     assert "It allows builtin:*" in (told.refused or "")
+    elsewhere = f"{tiny_folder}/../{tiny_folder.name}/bert"  # which fits the pattern of the node's file
+    told = introduced(NodeService(node(tiny_folder, tmp_path)), values(tiny_folder, model={"name": elsewhere}))
+    assert "this node does not allow" in (told.refused or "")
     own = node(tiny_folder, tmp_path, limits={"models": []}, models={"house-bert": str(tiny_folder / "bert")})
     assert introduced(NodeService(own), values(tiny_folder, model={"name": "house-bert"})).refused is None
     with pytest.raises(FedspanError, match=r"adapter_model\.safetensors \(no such folder\)"):
@@ -277,18 +286,20 @@ def test_a_server_s_pattern_is_refused_before_it_is_matched(
 
 
 @pytest.mark.parametrize(
-    ("training", "reason"),
+    ("training", "method", "reason"),
     [
-        ({"batch_size": 1, "local_steps": 1}, "`limits.min_batch`: the run's steps are of 1 examples"),
-        ({"batch_size": 1, "local_steps": 100}, "`limits.min_batch`: the run's steps are of 1 examples"),
-        ({"batch_size": 8, "local_steps": 1}, "`limits.train_examples`: the run's replies are of 8 examples"),
+        ({"batch_size": 1, "local_steps": 1}, {}, "`limits.min_batch`: the run's steps are of 1 examples"),
+        ({"batch_size": 1, "local_steps": 100}, {}, "`limits.min_batch`: the run's steps are of 1 examples"),
+        ({"batch_size": 8, "local_steps": 1}, {}, "`limits.train_examples`: the run's replies are of 8 examples"),
+        ({"batch_size": 8}, {"name": "fedgalore", "steps": 1}, "the run's replies are of 8 examples"),
     ],
 )
 def test_a_reply_is_no_single_example_s_gradient(
-    training: dict[str, int], reason: str, tiny_folder: Path, tmp_path: Path
+    training: dict[str, int], method: dict[str, Any], reason: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     service = NodeService(node(tiny_folder, tmp_path, limits=SIZES))
-    assert reason in (introduced(service, values(tiny_folder, training=training)).refused or "")
+    config = values(tiny_folder, training=training, **({"method": method} if method else {}))
+    assert reason in (introduced(service, config).refused or "")
 
 
 @pytest.mark.parametrize(
@@ -304,17 +315,19 @@ def test_ordinary_steps_are_allowed(training: dict[str, int], tiny_folder: Path,
 def test_refused_epochs_tell_of_the_examples_no_more_than_their_rounded_number(
     prepared: Prepared, tiny_folder: Path
 ) -> None:
+    def answer(config: RunConfig, examples: int, count_passes: Callable[[int, int | None], int] | None = None) -> bool:
+        try:
+            require_workload(config, examples, NodeLimits(), prepared.federation.method, count_passes)
+        except FedspanError:
+            return False
+        return True
+
     for epochs, batch in ((16, 1), (62, 4), (124, 8), (15, 1), (120, 8)):
         training = {"lr": 0.1, "local_epochs": epochs, "batch_size": batch, "gradient_accumulation_steps": 8}
         config = parse_config({**tiny.settings(tiny_folder), "training": training})
-        answers = set[bool]()
-        for examples in (1200, 1234, 1299):
-            try:
-                require_workload(config, examples, NodeLimits(), prepared.federation.method)
-                answers.add(True)
-            except FedspanError:
-                answers.add(False)
-        assert len(answers) == 1, (epochs, batch)
+        assert len({answer(config, examples) for examples in (1200, 1234, 1299)}) == 1, (epochs, batch)
+        loaders = {answer(config, 1234, lambda epochs, _, n=n: epochs * n) for n in (1200, 1234, 1299)}
+        assert len(loaders) == 1, (epochs, "batches of an own trainer")
 
 
 EXACT = {"approve": "auto", "head_statistics": "exact", "statistics_max_length": 2, "statistics_examples": 1}
@@ -402,6 +415,25 @@ def test_a_loss_that_is_not_finite_is_hidden_by_noise(mechanism: str, tiny_folde
     assert reply.failed is None
     assert reply.parts == ()
     assert all(bool(value.isfinite().all()) for value in decode(reply.body).tensors.values())
+
+
+@pytest.mark.parametrize("mechanism", ["local", "dp-sgd"])
+def test_a_text_on_which_the_chosen_model_fails_is_hidden_by_noise(
+    mechanism: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """The tokenizer that the server offers gives one word a number for which its model has no embedding."""
+    pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "offered"))
+    tokenizer = json.loads((folder / "bert" / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["admin1"] = 10**6
+    (folder / "bert" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    service = NodeService(node(folder, tmp_path / "node", limits={"evaluation_epsilon": 0.1}))
+    privacy = {"mechanism": mechanism, "clip": 1.0, "noise": 4.0, "randomness": "secret"}
+    run, transport = served(folder, service, privacy=privacy, training={"local_steps": 4, "batch_size": 64})
+    progress = run.federation.begin()
+    assert None not in run.evaluator.evaluate_clients(progress)
+    assert not run.federation.run_round(progress).failures
+    assert decode_reply(service.answer(transport.sent[-1])).parts == ()
 
 
 def test_without_noise_the_failure_is_reported(

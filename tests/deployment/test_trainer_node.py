@@ -113,7 +113,10 @@ def test_a_node_without_the_new_modules_of_the_server_is_refused_by_their_names(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"base": "0" * 64}, "its base model, tokenizer or pooling is another (SHA-256 000000000000, here "),
+        (
+            {"base": "0" * 64},
+            "its base model, tokenizer, pooling or data.text_pair is another (SHA-256 000000000000, here ",
+        ),
         ({"base": "0" * 64, "extras": "0" * 64}, "its model trains other modules in full than that of this run"),
     ],
 )

@@ -1,6 +1,8 @@
 """Rounds of a run, and what its model and the models that are written of it predict of its test set."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -54,16 +56,26 @@ def predict_with_engine(made: Prepared, progress: Progress, client: str | None =
     return made.engine.predict(made.evaluator.build_job(progress, client), made.test, np.arange(len(made.test)), 50)
 
 
-def load_as_its_card_says(folder: Path) -> Any:
-    """The model that the first block of a card's section on use loads, with the library that the card names."""
+def run_its_card(folder: Path, inputs: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """The names that the first block of a card's section on use defines, with the library that the card names.
+
+    Args:
+        inputs: What takes the place of the block's inputs, as code.
+    """
     card = ModelCard.load(folder / CARD)
-    code = (
-        card.text.partition("## Use")[2].partition("```python\n")[2].partition("```")[0].replace("FOLDER", str(folder))
-    )
+    code = card.text.partition("## Use")[2].partition("```python\n")[2].partition("```")[0]
+    for old, new in {**inputs, "FOLDER": str(folder)}.items():
+        assert old in code
+        code = code.replace(old, new)
     assert f"from {str(card.data.library_name).replace('-', '_')} import" in code
     names: dict[str, Any] = {}
     exec(compile(code, "card", "exec"), names)
-    return names["model"].eval()
+    return names
+
+
+def load_as_its_card_says(folder: Path) -> Any:
+    """The model that the first block of a card's section on use loads."""
+    return run_its_card(folder)["model"].eval()
 
 
 def close(one: Tensor, other: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """Heads and what enters them: which layer it is, pooled features, how a repository names them; sentence encoders."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -8,10 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import transformers
-from huggingface_hub import ModelCard
 from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForTextEncoding, BartConfig, BertConfig, T5Config
@@ -38,8 +39,10 @@ from fedspan.models.pooling import Pooling
 from fedspan.models.sentence_encoders import PooledClassifier, PoolingSearch, find_pooling, get_encoder_class
 from fedspan.run_folder import CARD
 from fedspan.serving.load import load_served
+from fedspan.tasks.classification import SequenceClassification
+from fedspan.tasks.registry import get_task
 from helpers import tiny
-from helpers.exported_models import load_as_its_card_says
+from helpers.exported_models import load_as_its_card_says, run_its_card
 from helpers.listeners import Notes
 
 TEXTS = ["admin1 word3", "lab2 word1 lab3 word5 billing1", "symptom4"]
@@ -80,13 +83,12 @@ def runs(encoders: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return {kind: folder / kind for kind in KINDS}
 
 
-def logits_of(folder: Path) -> Tensor:
-    """What fedspan predicts for the texts with an exported model."""
-    served = load_served(folder, device="cpu")
-    from datasets import Dataset
-
-    rows = Dataset.from_dict({"text": TEXTS, "label": [0] * len(TEXTS), "labels": [[]] * len(TEXTS)})
-    return served.compute_predictions(served.task.encode(rows))
+def logits_of(folder: Path, first: str | None = None) -> Tensor:
+    """What fedspan predicts for the texts, or for pairs of a first text and each, with an exported model."""
+    served, count = load_served(folder, device="cpu"), len(TEXTS)
+    texts = {"text": TEXTS} if first is None else {"text": [first] * count, "text_pair": TEXTS}
+    answers = {"label": [0] * count, "labels": [[]] * count, "target": [0.0] * count}
+    return served.compute_predictions(served.task.encode(datasets.Dataset.from_dict({**texts, **answers})))
 
 
 def test_the_builtin_encoder_is_known_as_mean_and_normalized() -> None:
@@ -197,30 +199,107 @@ def test_sentence_transformers_gives_the_logits_of_a_merged_model(
     torch.testing.assert_close(logits_of(place), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("task", ["pairs", "regression", "multi-label-classification"])
-def test_the_cards_of_pooled_models_load_them(task: str, encoders: Path, tmp_path: Path) -> None:
+def settings_with_columns(folder: Path, encoders: Path, task: str, *, pairs: bool, **changes: Any) -> dict[str, Any]:
+    """Settings of a run on rows with two texts, a number and a label, which are written to the folder."""
     rows = (encoders / "corpus.csv").read_text().splitlines()[1:]
-    lines = [f"word{number % 9},{len(row) / 40:.3f},{row}" for number, row in enumerate(rows)]
-    (tmp_path / "rows.csv").write_text("\n".join(["first,number,text,label,site", *lines]) + "\n")
-    columns = {"regression": {"label": "number"}, "pairs": {"text": "first", "text_pair": "text"}}
-    data = {"train": str(tmp_path / "rows.csv"), **columns.get(task, {"label": "label"})}
-    values = settings(encoders, "bert", data=data, federation={"rounds": 1}, model={"head_init": "random"})
-    fedspan.run(values if task == "pairs" else {**values, "task": task}, tmp_path / "run")
+    lines = [f"word{number % 9} word3,{len(row) / 40:.3f},{row}" for number, row in enumerate(rows)]
+    (folder / "rows.csv").write_text("\n".join(["first,number,text,label,site", *lines]) + "\n")
+    columns = {"text": "first", "text_pair": "text"} if pairs else {}
+    label = {"label": "number" if task == "regression" else "label"}
+    data = {"train": str(folder / "rows.csv"), **columns, **label}
+    return {**settings(encoders, "bert", data=data, **changes), "task": task}
+
+
+@pytest.mark.parametrize("task", ["regression", "multi-label-classification"])
+def test_the_cards_of_pooled_models_load_them(task: str, encoders: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"federation": {"rounds": 1}, "model": {"head_init": "random"}}
+    fedspan.run(settings_with_columns(tmp_path, encoders, task, pairs=False, **changes), tmp_path / "run")
     merged = fedspan.export(tmp_path / "run", tmp_path / "merged", form="merged")
-    texts: list[Any] = [("word3", text) for text in TEXTS] if task == "pairs" else TEXTS
     for folder in (tmp_path / "run" / "adapter", merged):
-        found = torch.from_numpy(load_as_its_card_says(folder).encode(texts))
+        found = torch.from_numpy(load_as_its_card_says(folder).encode(TEXTS))
         if task == "regression":
-            assert found[:, 0].tolist() == pytest.approx(fedspan.predict(merged, texts), abs=1e-3)
-        elif task == "pairs":
-            shares = [share for _, share in fedspan.predict(merged, texts)]
-            assert found.softmax(1).amax(1).tolist() == pytest.approx(shares, abs=1e-3)
-            text = ModelCard.load(folder / CARD).text
-            assert 'model.encode([("a text", "its second text")])' in text
-            assert folder == merged or '(["a text"], ["its second text"]' in text
+            assert found[:, 0].tolist() == pytest.approx(fedspan.predict(merged, TEXTS), abs=1e-3)
         else:
             torch.testing.assert_close(found, logits_of(merged), rtol=1e-3, atol=1e-3)
         assert "`pipeline` does not know this model's pooling" in (folder / CARD).read_text()
+
+
+@pytest.mark.parametrize(
+    ("task", "start"),
+    [
+        ("sequence-classification", {"head_init": "auto"}),
+        pytest.param("sequence-classification", {"head_init": "random", "head_rounds": 2}, marks=pytest.mark.slow),
+        pytest.param("regression", {"head_init": "auto"}, marks=pytest.mark.slow),
+        pytest.param("multi-label-classification", {"head_init": "auto"}, marks=pytest.mark.slow),
+    ],
+)
+def test_pairs_of_a_sentence_encoder(task: str, start: dict[str, Any], encoders: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"model": start, "federation": {"rounds": 3}}
+    values = settings_with_columns(tmp_path, encoders, task, pairs=True, **changes)
+    batched = {**values, "engine": {"name": "batched", "clients_per_pass": 3}}
+    with pytest.raises(KeyboardInterrupt):
+        fedspan.run(batched, tmp_path / "run", listener=Notes(2))
+    fedspan.resume(tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "engine.json").read_text())["clients_per_pass"] == 3
+    fedspan.run(values, tmp_path / "loop")
+    merged = fedspan.export(tmp_path / "run", tmp_path / "merged", form="merged")
+    expected = logits_of(merged, "word3")
+    torch.testing.assert_close(expected, logits_of(tmp_path / "loop", "word3"), rtol=1e-2, atol=1e-2)
+    assert not torch.allclose(expected, logits_of(merged, "lab2"), atol=1e-3)
+    for folder in (tmp_path / "run" / "adapter", merged):
+        names = run_its_card(folder, {'["a text"]': repr(["word3"] * 3), '["its second text"]': repr(TEXTS)})
+        torch.testing.assert_close(names["logits"], expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(logits_of(folder, "word3"), expected, rtol=1e-3, atol=1e-3)
+        assert find_pooling(str(folder)).pooling == Pooling("mean", normalize=True)  # the head is beside the modules
+    with pytest.raises(FedspanError, match="pairs of texts"):
+        fedspan.predict(merged, TEXTS)
+    metrics = fedspan.evaluate(merged, data=values["data"]["train"])
+    assert metrics["examples"] == 120
+    assert metrics == pytest.approx(fedspan.evaluate(tmp_path / "run", data=values["data"]["train"]), abs=1e-3)
+
+
+def test_features_of_pairs_are_both_vectors_and_their_difference(encoders: Path) -> None:
+    pooling = Pooling("mean", normalize=True, pairs=True)
+    loaded = load_pretrained(str(encoders / "roberta"), labels=tiny.LABELS, pooling=pooling)
+    alone = load_pretrained(str(encoders / "roberta"), pooling=Pooling("mean", normalize=True)).model
+    alone.classifier = torch.nn.Identity()
+    first, second = ["lab2 word3", "word1", "admin1"], TEXTS
+    u, v = (
+        torch.cat([alone(**loaded.processor(text, return_tensors="pt")).logits for text in texts])
+        for texts in (first, second)
+    )
+    task = SequenceClassification(loaded.processor, tiny.LABELS, 32, pairs=True)
+    columns = {"text": first, "text_pair": second, "label": [0, 1, 2]}
+    examples = task.encode(datasets.Dataset.from_dict(columns))
+    assert examples.lengths.tolist() == [4, 7, 3]  # of the longer text
+    logits = task.predict(loaded.model, task.collate(examples, [0, 1, 2], torch.device("cpu")))
+    expected = loaded.model.classifier(torch.cat([u, v, (u - v).abs()], 1))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert task.describe_examples(examples) == ()
+
+
+def test_pairs_are_known_by_column_or_data_set(encoders: Path) -> None:
+    def pooling(task: str, model: dict[str, Any], **data: Any) -> Pooling | None:
+        values = settings(encoders, "bert", model=model)
+        return get_pooling(parse_config({**values, "task": task, "data": data}))
+
+    classify, pairs = "sequence-classification", Pooling("mean", normalize=True, pairs=True)
+    assert pooling(classify, {}, train="x.csv", text_pair="b") == pairs
+    assert pooling(classify, {}, train="x.csv", dataset="mrpc") == pairs
+    assert pooling(classify, {}, train="x.csv", dataset="sst2") == Pooling("mean", normalize=True)
+    assert pooling(classify, {"pooling": "stock"}, train="x.csv", text_pair="b") is None
+    assert pooling("text-embedding", {}, train="x.csv", text_pair="b") == Pooling("mean", normalize=True)
+
+
+def test_a_task_of_ones_own_that_joins_pairs_is_refused(encoders: Path, tmp_path: Path) -> None:
+    values = settings_with_columns(tmp_path, encoders, "sequence-classification", pairs=True)
+    own = dataclasses.replace(
+        get_task("sequence-classification"),
+        name="joined",
+        build=lambda tokenizer, settings, data: SequenceClassification(tokenizer, settings.labels, settings.max_length),
+    )
+    with pytest.raises(FedspanError, match=r"`model\.pooling`: it pools each text of a pair alone"):
+        fedspan.run({**values, "task": "joined"}, tmp_path / "run", task=own)
 
 
 def test_the_cards_lines_compute_the_logits(runs: dict[str, Path], encoders: Path) -> None:

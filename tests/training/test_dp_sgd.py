@@ -494,6 +494,12 @@ def test_the_few_orders_that_calibration_looks_at_leave_nothing_unspent(
     assert 0.985 * epsilon <= spent <= epsilon
 
 
+def test_an_epsilon_that_protects_nothing_takes_no_minutes() -> None:
+    """A server chooses ``accountant: prv`` with a noise for which it needs minutes and gigabytes."""
+    release = {Mechanism(0.1, 0.03): 10}
+    assert compute_epsilon(release, 1e-5, "prv") == compute_epsilon(release, 1e-5, "rdp") < math.inf
+
+
 def test_no_noise_has_no_bound_and_nothing_costs_nothing() -> None:
     assert compute_epsilon({}, 1e-5, "rdp") == 0
     assert compute_epsilon({Mechanism(1.0, 2.0): 0}, 1e-5, "rdp") == 0

@@ -193,6 +193,9 @@ def build_trainer(
         config, labels, compute_max_length(config, built.processor, adapted.model), built.pooling
     )
     task = config.task_definition.build(built.processor, task_settings, config.data)
+    if task_settings.has_pairs_apart and not getattr(task, "has_several_passes", False):
+        problem = "it pools each text of a pair alone, and the task encodes both as one"
+        raise FedspanError("model.pooling", config.model.pooling, "stock", problem=problem)
     method = config.build_method(replace(adapted.spec, clients=clients))
     settings, privacy = config.build_training_settings(), config.build_privacy_settings(key)
     engine = make_engine(config, adapted, task, settings, privacy, stages)

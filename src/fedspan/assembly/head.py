@@ -61,7 +61,7 @@ def find_new_head(config: RunConfig, model: RunModel) -> NewHead | None:
         layer = _find_output_layer(model.adapted)
     except NoOutputLayer:
         return None
-    norm = 1.0 if _is_normalized(model.adapted) else layer.features**0.5
+    norm = _get_feature_norm(model.adapted) or layer.features**0.5
     is_alone = set(model.new_modules) == {layer.path}
     return NewHead(layer.path, layer.bias, norm, is_alone) if _is_new(model, layer) else None
 
@@ -92,11 +92,13 @@ def _compute_bound(config: RunConfig, adapted: AdaptedModel, layer: OutputLayer)
     """Return the norm to which features are clipped: secure sums need a bound."""
     if config.federation.secure is None:
         return 0.0
-    return 1.0 if _is_normalized(adapted) else 2.0 * layer.features**0.5
+    return _get_feature_norm(adapted) or 2.0 * layer.features**0.5
 
 
-def _is_normalized(adapted: AdaptedModel) -> bool:
-    return isinstance(adapted.model, PooledClassifier) and adapted.model.pooling.normalize
+def _get_feature_norm(adapted: AdaptedModel) -> float | None:
+    """Return the norm of features of normalized vectors (of a pair's with a cosine of 0); None: they are not."""
+    pooling = adapted.model.pooling if isinstance(adapted.model, PooledClassifier) else None
+    return None if pooling is None or not pooling.normalize else 2.0 if pooling.pairs else 1.0
 
 
 def compute_baseline_head(head: HeadStart | None) -> HeadStart | None:

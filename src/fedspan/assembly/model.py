@@ -16,6 +16,7 @@ from torch import nn
 from fedspan.assembly.task import require_packing
 from fedspan.config import RunConfig
 from fedspan.core.lowrank import LowRank
+from fedspan.data.catalogue import get_dataset_entry
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.export import StartingAdapter, read_adapter
@@ -257,10 +258,11 @@ def get_pooling(config: RunConfig) -> Pooling | None:
 
     A task without a classifier pools by the mean where nothing else is known, as sentence-transformers does.
     """
-    resolved = resolve_pooling(config)[0].model
+    resolved, embeds, data = resolve_pooling(config)[0].model, config.task_definition.is_embedding, config.data
     if resolved.pooling in ("auto", "stock"):
-        return Pooling("mean") if config.task_definition.is_embedding else None
-    return Pooling(resolved.pooling, bool(resolved.pooling_normalize))
+        return Pooling("mean") if embeds else None
+    pair = data.text_pair or (data.dataset and get_dataset_entry(data.dataset, "data.dataset").columns.text_pair)
+    return Pooling(resolved.pooling, bool(resolved.pooling_normalize), pairs=not embeds and pair is not None)
 
 
 def resolve_pooling(config: RunConfig) -> tuple[RunConfig, str | None]:

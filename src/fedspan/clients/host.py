@@ -45,7 +45,7 @@ from fedspan.models.head import find_output_layer
 from fedspan.tasks.task import Examples
 from fedspan.training.accounting import Charge
 from fedspan.training.engine import Engine
-from fedspan.training.jobs import Assignment, NotFiniteError, build_not_finite_error
+from fedspan.training.jobs import Assignment, build_not_finite_error, is_explained
 
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
@@ -202,15 +202,17 @@ class Host:
 
         sizes = {id: int(self.examples.lengths[self.clients[id].train].sum()) for id in orders}
         if sizes:  # a Poisson sample may be empty
-            self.prepare(sizes)  # before any client trains, in one thread and as a separate stage
             try:
+                self.prepare(sizes)  # before any client trains, in one thread and as a separate stage
                 self.engine.train_all(self.examples, sizes, open_job, finish_job)
-            except NotFiniteError as error:
-                if not self.hides_failures:
+            except Exception as error:  # on one of the examples, by the model that the server chose
+                if not self.hides_failures or is_explained(error):
                     raise
-                for training in running.values():
-                    log.warning("nothing of what was trained is sent: %s", error)
-                    on_reply(self._finish_untrained(training))
+                for id in orders:
+                    if id not in running:
+                        open_job(id)
+                    log.warning("nothing of what was trained is sent: %s", error, exc_info=error)
+                    on_reply(self._finish_untrained(running[id]))
 
     def _get_data(self, order: Order) -> ClientData:
         return _select_local(self.clients, order.to)
@@ -423,7 +425,13 @@ class Host:
         job, _ = self._start_job(order, self._decode_message(order))
 
         def measure(indices: np.ndarray, bounded: bool) -> dict[str, float]:
-            return self.engine.evaluate(order.to, job, self.examples, indices, self.batch_size, bounded=bounded)
+            try:
+                return self.engine.evaluate(order.to, job, self.examples, indices, self.batch_size, bounded=bounded)
+            except Exception as error:
+                if not bounded or is_explained(error):
+                    raise
+                log.warning("the worst metrics are sent: %s", error, exc_info=error)
+                return {}
 
         parts: Mapping[ScoredPart, np.ndarray] = {"validation": data.validation, "test": data.test}
         scores = score_parts(parts, measure, self.metric_limits, self.engine.task)

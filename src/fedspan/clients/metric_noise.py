@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,11 +34,13 @@ class MetricLimits:
         epsilon: Epsilon of an evaluation of a part; None: metrics and training losses are sent as measured.
         examples: Minimum number of examples of a part.
         sizes: Numbers of examples of the parts, with those that no run evaluates (unknown labels); empty: all are.
+        metrics: Names of the metrics of the run's task, which an evaluation with noise does not find out.
     """
 
     epsilon: float | None = None
     examples: int = 1
     sizes: Mapping[ScoredPart, int] = field(default_factory=dict)
+    metrics: Collection[str] = ()
 
 
 def draw_noise(scale: float) -> int:
@@ -81,12 +83,13 @@ def score_parts(
         if size < max(1, limits.examples):
             continue
         metrics = measure(indices, bounded) if len(indices) else {}
-        # With noise, whether a metric is sent must not depend on it: one example can make a perplexity infinite.
-        metrics = {key: value for key, value in metrics.items() if bounded or math.isfinite(value)}
         if limits.epsilon is not None:
+            # Whether a metric is sent must not depend on it: one example can make a perplexity infinite.
+            metrics = {**dict.fromkeys(limits.metrics, math.inf), **metrics}
             scores[name] = add_noise(metrics, len(indices), size, limits.epsilon, task)
         elif len(indices):
-            scores[name] = {**metrics, "examples": float(len(indices))}
+            finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
+            scores[name] = {**finite, "examples": float(len(indices))}
     return scores
 
 

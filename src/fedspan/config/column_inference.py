@@ -53,9 +53,8 @@ _MAX_LABELS = 500
 _FEW_NUMBERS = 20
 """Number of different numbers up to which they are classes."""
 _PAIRS_ADVICE = {
-    "text-embedding": "The cosine of two texts learns their score; --task regression reads both texts at once instead.",
-    "regression": "A sentence encoder never read two texts at once: --task text-embedding, which learns the score as a "
-    "cosine, starts far ahead of regression.",
+    "text-embedding": "The cosine of two texts learns their score; --task regression has a linear layer instead.",
+    "regression": "--task text-embedding learns the score as a cosine, which a sentence encoder was trained for.",
 }
 """Sentences on pairs of texts with a score, by task."""
 _SHOWN = 4

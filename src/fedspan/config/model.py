@@ -51,8 +51,8 @@ class ModelConfig(Section):
     """Learning rate of the extras, as a multiple of training.lr."""
     pooling: Literal["auto", "stock", "mean", "cls", "max", "last"] = "auto"
     """Pooling of texts before the head. stock: Transformers' own classifier. mean, max, cls, last: over an encoder's
-    last hidden states. auto: a sentence encoder's own pooling; stock for all other models (text-embedding, which has no
-    classifier: mean)."""
+    last hidden states, of each text of a pair alone. auto: a sentence encoder's own pooling; stock for all other models
+    (text-embedding, which has no classifier: mean)."""
     pooling_normalize: bool | None = None
     """With pooling mean, max, cls or last: normalize pooled states to length 1; default: as in the encoder's
     modules.json."""

@@ -70,7 +70,7 @@ class NodeLimits(Section):
     local_steps times batch_size times gradient_accumulation_steps. A change after one step of one example is that
     example's gradient."""
     min_batch: int = Field(default=8, ge=1)
-    """Minimum number of examples of a training step: batch_size times gradient_accumulation_steps."""
+    """Minimum number of examples of a training step but an epoch's last: batch_size * gradient_accumulation_steps."""
     steps: int = Field(default=20_000, ge=1)
     """Maximum number of forward and backward passes of an order: local_steps, or local_epochs over this node's batches
     (of the rounded number of examples), times gradient_accumulation_steps, and the epochs that the method adds."""
@@ -126,9 +126,10 @@ class NodeLimits(Section):
     operator (fedspan approve). auto: carry out what the other limits allow."""
     accept_base: bool = False
     """Receive a base model that is neither on this machine nor under models from a server that offers its files
-    (fedspan submit --offer-base), instead of the hub. The server then chooses the weights, as with from_scratch; only
-    safetensors and files of configs and tokenizers are received, each verified by SHA-256. false: such a model is
-    loaded from the hub, or the run is refused."""
+    (fedspan submit --offer-base), instead of the hub. The server then chooses the weights, as with from_scratch, and
+    how texts become tokens: that this fails or takes long on one tells of it, whatever the noise. Only safetensors and
+    files of configs and tokenizers are received, each verified by SHA-256. false: such a model is loaded from the hub,
+    or the run is refused."""
     base_mib: int = Field(default=16384, ge=1, le=2**30)
     """Maximum size of all base models that were received or announced together, in MiB."""
     message_mib: int = Field(default=1024, ge=1, le=2048)

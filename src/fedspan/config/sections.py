@@ -163,8 +163,9 @@ class PrivacyConfig(Section):
     protects an example from everyone except its data owner."""
     clip: float = Field(default=1.0, ge=1e-6, le=1e6)
     """Maximum L2 norm of a client's change (central, local) or of an example's gradient (dp-sgd)."""
-    noise: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Standard deviation of the noise divided by clip; default: the smallest that epsilon allows for all rounds."""
+    noise: float | None = Field(default=None, ge=1e-9, le=1e9)
+    """Standard deviation of the noise divided by clip; its square must neither under- nor overflow, or accountants do
+    not finish. Default: the smallest that epsilon allows for all rounds."""
     epsilon: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Privacy budget: the run ends before a round that would exceed it; default: no budget."""
     delta: float = Field(default=1e-5, gt=0, lt=1)

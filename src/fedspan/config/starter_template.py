@@ -91,7 +91,7 @@ def render_config(
         f"  name: {_format_scalar(model)} # a hub id or a folder",
         *((f"  target_modules: {targets} # layers that get adapters",) if targets else ()),
         *(
-            ("  layers_to_transform: [4, 5] # the last two of six: faster, because the output of the others is cached",)
+            ("  layers_to_transform: [4, 5] # the last two of six, for speed",)
             if model == "builtin:all-minilm-l6-v2"
             else ()
         ),

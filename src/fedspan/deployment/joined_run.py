@@ -117,7 +117,7 @@ class JoinedRunBuilder:
             write_model(local, job, base, folder / "adapter", round, self.node.id)
             log.info("round %d: own adapter written to %s", round, folder / "adapter")
 
-        ranks = list_config_ranks(server_config, plain, self.node.id)
+        ranks = list_config_ranks(server_config.federation, plain.r, self.node.id)
         terms = OrderTerms(server_config, plain, data.client, ranks, invitation.digest)
         owner = dict[str, Any]()
         sums = self.folder / SUMS / hashlib.sha256(self.node.data_id.encode()).hexdigest()[:32]
@@ -148,7 +148,9 @@ class JoinedRunBuilder:
             limits=statistics,
             checkpoints=_build_checkpoints(folder / TRAINING, config, context),
             agreed=invitation.digest,
-            metric_limits=MetricLimits(limits.evaluation_epsilon, limits.evaluation_examples, sizes),
+            metric_limits=MetricLimits(
+                limits.evaluation_epsilon, limits.evaluation_examples, sizes, config.task_definition.metrics
+            ),
             train_examples=limits.train_examples,
         )
         model = local.model

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -19,8 +18,10 @@ from fedspan.assembly.federation import compute_client_scaling
 from fedspan.assembly.head import STATISTICS_CLIP
 from fedspan.clients.metric_noise import round_count
 from fedspan.config import RunConfig
-from fedspan.config.federation import FractionRanks, RandomRanks
+from fedspan.config.federation import FederationConfig, FractionRanks, RandomRanks
+from fedspan.config.method import validate_method_options, validate_wrapper_options
 from fedspan.config.node import NodeConfig, NodeLimits
+from fedspan.config.validation_errors import convert_validation_errors
 from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import Client
 from fedspan.deployment.columns import require_columns
@@ -54,7 +55,7 @@ def require_config(node: NodeConfig, invitation: Invitation, config: RunConfig) 
     _require_names(config)
     require_columns(node, config)
     _require_examples_per_reply(limits, config)
-    for field, value, limit in _list_sizes(config, invitation, limits):
+    for field, value, limit in _list_sizes(config, invitation, node):
         if value > limit:
             problem = f"the run's {field} is {value}, and this node allows at most {limit}"
             raise FedspanError(_LIMIT_OF.get(field, "limits"), value, problem=problem)
@@ -67,8 +68,8 @@ def require_config(node: NodeConfig, invitation: Invitation, config: RunConfig) 
         raise FedspanError("limits.private_only", mechanism, problem=problem)
     if limits.secure_only and config.federation.secure is None:
         raise FedspanError("limits.secure_only", None, problem="this node only joins runs with federation.secure")
-    selected = (invitation.read_values().get("federation") or {}).get("clients_per_round")
-    if config.federation.secure is not None and isinstance(selected, int) and selected < node.min_secure_clients:
+    selected = _read_federation(invitation).clients_per_round
+    if config.federation.secure is not None and selected is not None and selected < node.min_secure_clients:
         problem = f"a sum of {selected} nodes is too small: this node requires {node.min_secure_clients}"
         expected = "at least as many, null, or a lower limits.secure_clients in all owners' node files"
         raise FedspanError("federation.clients_per_round", selected, expected, problem=problem)
@@ -80,7 +81,8 @@ def _require_model(node: NodeConfig, invitation: Invitation, config: RunConfig) 
     name, revision, adapter = requested.get("name", config.model.name), config.model.revision, requested.get("adapter")
     patterns = ["builtin:*"] if limits.models is None else limits.models
     full_name = name if revision is None else f"{name}@{revision}"
-    if name not in node.models and not any(fnmatchcase(full_name, pattern) for pattern in patterns):
+    fits = ".." not in full_name and any(fnmatchcase(full_name, pattern) for pattern in patterns)
+    if name not in node.models and not fits:
         raise _build_forbidden_error("limits.models", full_name, [*patterns, *node.models])
     if adapter is not None and adapter not in node.models:
         raise _build_forbidden_error("limits.models", adapter, list(node.models), "the adapter ")
@@ -104,12 +106,12 @@ def _require_names(config: RunConfig) -> None:
 
 def _require_examples_per_reply(limits: NodeLimits, config: RunConfig) -> None:
     """Check that a step and a reply are made of enough examples, so that no change is that of a single one."""
-    training = config.training
-    batch = training.batch_size * training.gradient_accumulation_steps
+    training, options = config.training, validate_method_options(config.method.name, config.method.options)
+    batch, steps = training.batch_size * training.gradient_accumulation_steps, options.get("steps")
     if batch < limits.min_batch:
         problem = f"the run's steps are of {batch} examples, and this node requires {limits.min_batch}"
         raise FedspanError("limits.min_batch", limits.min_batch, problem=problem)
-    if training.local_steps is not None and (total := training.local_steps * batch) < limits.train_examples:
+    if (steps := steps or training.local_steps) is not None and (total := steps * batch) < limits.train_examples:
         problem = f"the run's replies are of {total} examples, and this node requires {limits.train_examples}"
         raise FedspanError("limits.train_examples", limits.train_examples, problem=problem)
 
@@ -132,21 +134,21 @@ _LIMIT_OF: Mapping[str, str] = {
 }
 
 
-def _list_sizes(config: RunConfig, invitation: Invitation, limits: NodeLimits) -> Iterator[tuple[str, int, float]]:
+def _list_sizes(config: RunConfig, invitation: Invitation, node: NodeConfig) -> Iterator[tuple[str, int, float]]:
     """Yield the fields of a config that decide how much work or memory a run takes, with their limits."""
-    training = config.training
+    training, limits = config.training, node.limits
     yield "federation.rounds", config.federation.rounds, limits.run_rounds
     yield "training.batch_size", training.batch_size, limits.batch
     yield "evaluation.batch_size", config.evaluation.batch_size, limits.batch
     yield "training.local_steps", (training.local_steps or 1) * training.gradient_accumulation_steps, limits.steps
     yield "model.max_length", config.model.max_length, limits.tokens
     yield "model.image_size", config.model.image_size or 0, limits.image_size
-    rank = config.method.options.get("r", 1)
-    yield "method.r", rank if isinstance(rank, int) else 1, limits.rank
-    ranks = (invitation.read_values().get("federation") or {}).get("ranks")
-    yield "federation.ranks", max(_list_whole_numbers(ranks), default=0) if ranks else 0, limits.rank
-    options = [config.method.options, *(method_options.options for method_options in config.method.wrappers)]
-    for name, value in ((name, value) for method_options in options for name, value in method_options.items()):
+    method, wrappers = config.method, enumerate(config.method.wrappers)
+    options = validate_method_options(method.name, method.options)
+    yield "method.r", options.get("r", 1), limits.rank
+    yield "federation.ranks", max(list_config_ranks(_read_federation(invitation), 1, node.id)), limits.rank
+    others = [validate_wrapper_options(position, wrapper.name, wrapper.options) for position, wrapper in wrappers]
+    for name, value in ((name, value) for validated in (options, *others) for name, value in validated.items()):
         if name != "r" and isinstance(value, int):
             if name == "steps":  # optimizer steps of each round
                 yield "method.steps", value * training.gradient_accumulation_steps, limits.steps
@@ -154,18 +156,10 @@ def _list_sizes(config: RunConfig, invitation: Invitation, limits: NodeLimits) -
                 yield f"method.{name}", value, _LARGEST_OPTION
 
 
-def _list_whole_numbers(value: Any) -> Iterator[int]:
-    """Yield all whole numbers in plain values; ranks may stand in lists, or as keys of an object as text."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from (int(key),) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else ()
-            if key != "seed":
-                yield from _list_whole_numbers(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _list_whole_numbers(inner)
-    elif isinstance(value, int) and not isinstance(value, bool):
-        yield value
+def _read_federation(invitation: Invitation) -> FederationConfig:
+    """Return how a run selects its clients and their ranks, which a node's own config leaves out."""
+    with convert_validation_errors("federation"):
+        return FederationConfig.model_validate(invitation.read_values().get("federation") or {})
 
 
 def require_frozen_words(limits: NodeLimits, config: RunConfig, adapted: AdaptedModel) -> None:
@@ -203,10 +197,14 @@ def require_workload(
         problem = "this node has fewer training examples than it needs to participate"
         raise FedspanError("limits.train_examples", limits.train_examples, problem=problem)
     training, field = config.training, "local_epochs" if config.training.local_steps is None else "local_steps"
-    added = sum(method.list_added_epochs())
+    steps, added = training.local_steps, sum(method.list_added_epochs())
+    epochs = added if steps is not None else training.local_epochs + added
     if count_passes is None:
-        count_passes = _count_own_passes(config, examples)
-    passes = count_passes(training.local_epochs, training.local_steps) + (count_passes(added, None) if added else 0)
+        passes = epochs * math.ceil(_bound_count(examples) / training.batch_size)
+        passes += (steps or 0) * training.gradient_accumulation_steps
+    else:
+        passes = epochs * _bound_count(count_passes(1, None)) if epochs else 0
+        passes += 0 if steps is None else count_passes(0, steps)
     if passes > limits.steps:
         # The number of passes would show the server that of the examples.
         problem = f"training.{field}: {getattr(training, field)} takes more passes than this node allows"
@@ -218,20 +216,9 @@ def require_workload(
         raise FedspanError("limits.steps", limits.steps, problem=f"{problem} ({limits.steps})")
 
 
-def _count_own_passes(config: RunConfig, examples: int) -> Callable[[int, int | None], int]:
-    """Return a function that bounds the passes of fedspan's own engines in some steps, or in some epochs.
-
-    The bound follows from the rounded number of examples: a server that varies epochs and batches would find the exact
-    one from which of its runs are refused.
-    """
-    training, most = config.training, round_count(examples) + 10 ** max(0, len(str(examples)) - 2) - 1
-
-    def count(epochs: int, steps: int | None) -> int:
-        if steps is not None:
-            return steps * training.gradient_accumulation_steps
-        return epochs * math.ceil(most / training.batch_size)
-
-    return count
+def _bound_count(count: int) -> int:
+    """Return the largest number that is rounded like a count, which refusals for several epochs would tell a server."""
+    return round_count(count) + 10 ** max(0, len(str(count)) - 2) - 1
 
 
 def refuse_statistics(limits: NodeLimits, config: RunConfig) -> FedspanError | None:
@@ -247,17 +234,17 @@ def refuse_statistics(limits: NodeLimits, config: RunConfig) -> FedspanError | N
     return None
 
 
-def list_config_ranks(config: RunConfig, method: RegisteredMethod, id: str) -> frozenset[int]:
-    """Return the ranks that a config can give to a client."""
-    match config.federation.ranks:
+def list_config_ranks(federation: FederationConfig, r: int, id: str) -> frozenset[int]:
+    """Return the ranks that a config can give to a client, by default that of the method."""
+    match federation.ranks:
         case None:
-            return frozenset({method.r})
+            return frozenset({r})
         case dict() as by_client:
-            return frozenset({by_client.get(id, method.r)})
+            return frozenset({by_client.get(id, r)})
         case RandomRanks() | FractionRanks() as drawn:
             return frozenset(drawn.of)
         case turns:
-            return frozenset(turns or (method.r,))
+            return frozenset(turns or (r,))
 
 
 @dataclass(frozen=True)

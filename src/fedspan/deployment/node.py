@@ -144,7 +144,7 @@ class NodeService:
                     raise FedspanError("limits.accept_base", False, problem=problem) from error
                 raise
             # A node that a round may leave out does not know how often it will train.
-            if (invitation.read_values().get("federation") or {}).get("clients_per_round") is None:
+            if joined.terms.config.federation.clients_per_round is None:
                 host = joined.host
                 self._usage.require_privacy(invitation.run, lambda: host.compute_planned_charges(self.node.id))
             self._record_run(invitation.run)

@@ -301,7 +301,7 @@ def explain_base(prepared: ServerRun, base: str, introduction: Introduction) -> 
     """
     if introduction.extras == compute_extras_digest(prepared.model):
         digests = f"SHA-256 {introduction.base[:12]}, here {base[:12]}"
-        return f"its base model, tokenizer or pooling is another ({digests})"
+        return f"its base model, tokenizer, pooling or data.text_pair is another ({digests})"
     unnamed = list_unnamed_modules(prepared.config, prepared.model)
     if not unnamed:
         return "its model trains other modules in full than that of this run"

@@ -12,6 +12,11 @@ from torch.nn import functional as F
 DENSE = "3_Dense"
 """Folder of a pooled classifier's output layer in an export."""
 
+PAIR = "pair_"
+"""Prefix of a tokenizer's outputs for the second text of a pair, in a batch for a model that encodes each alone."""
+PAIR_PARTS = 3
+"""Number of vectors in the features of a pair."""
+
 PoolingMode = Literal["mean", "cls", "max", "last"]
 
 
@@ -23,6 +28,8 @@ class Pooling:
     """``mean`` or ``max`` over the tokens of the attention mask, the first token (``cls``), or the ``last`` one."""
     normalize: bool = False
     """Whether the vector is divided by its norm."""
+    pairs: bool = False
+    """Whether examples are pairs: each text is encoded and pooled alone, and ``combine`` computes the features."""
 
     def __call__(self, hidden_BTH: Tensor, mask_BT: Tensor | None) -> Tensor:
         """Pool hidden states, (B, T, H), to (B, H)."""
@@ -41,3 +48,10 @@ class Pooling:
             last = (mask_BT * places).argmax(1)
             pooled = hidden_BTH[torch.arange(len(hidden_BTH), device=hidden_BTH.device), last]
         return F.normalize(pooled, dim=-1) if self.normalize else pooled
+
+    def combine(self, u_BH: Tensor, v_BH: Tensor) -> Tensor:
+        """Compute the features of pairs from the vectors of both texts: u, v and |u - v|, (B, 3 H).
+
+        They are those of Reimers and Gurevych, "Sentence-BERT", EMNLP 2019, arXiv:1908.10084.
+        """
+        return torch.cat([u_BH, v_BH, (u_BH - v_BH).abs()], -1)

@@ -23,7 +23,7 @@ from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 
 from fedspan.models.offload import get_device
-from fedspan.models.pooling import DENSE, Pooling, PoolingMode
+from fedspan.models.pooling import DENSE, PAIR, PAIR_PARTS, Pooling, PoolingMode
 
 if TYPE_CHECKING:
     from transformers.modeling_outputs import SequenceClassifierOutput
@@ -62,7 +62,8 @@ class PooledClassifier(nn.Module):
         self.config = encoder.config
         self.pooling = pooling
         setattr(self, self.base_model_prefix, encoder)
-        size, outputs = self.config.hidden_size, self.config.num_labels
+        size = self.config.hidden_size * (PAIR_PARTS if pooling.pairs else 1)
+        outputs = self.config.num_labels
         self.classifier = nn.Linear(size, outputs, dtype=encoder.dtype, device=get_device(encoder))
 
     @property
@@ -94,12 +95,24 @@ class PooledClassifier(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any
     ) -> SequenceClassifierOutput:
-        """Compute the logits of texts, (B, T) -> (B, C)."""
+        """Compute the logits of texts, (B, T) -> (B, C).
+
+        Of pairs, the inputs of the second texts begin with ``PAIR``. Without any, the first texts are encoded twice:
+        the shapes and the cost of a pass do not depend on the texts.
+        """
         from transformers.modeling_outputs import SequenceClassifierOutput
 
-        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask, **inputs)[0]
-        logits = self.classifier(self.pooling(hidden, attention_mask))
-        return SequenceClassifierOutput(logits=logits)
+        first = {name: value for name, value in inputs.items() if not name.startswith(PAIR)}
+        first |= {"input_ids": input_ids, "attention_mask": attention_mask}
+        features = self._encode(**first)
+        if self.pooling.pairs:
+            second = {name.removeprefix(PAIR): value for name, value in inputs.items() if name.startswith(PAIR)}
+            features = self.pooling.combine(features, self._encode(**(second or first)))
+        return SequenceClassifierOutput(logits=self.classifier(features))
+
+    def _encode(self, **inputs: Any) -> Tensor:
+        """Compute the vectors of texts, (B, T) -> (B, H)."""
+        return self.pooling(self.encoder(**inputs)[0], inputs["attention_mask"])
 
 
 def write_modules(
@@ -107,34 +120,36 @@ def write_modules(
 ) -> None:
     """Write a pooling and an output layer beside an encoder, as modules of sentence-transformers.
 
-    ``SentenceTransformer(folder).encode(texts)`` then returns the logits, or, without an output layer, the vectors.
+    ``SentenceTransformer(folder).encode(texts)`` then returns the logits, or, of pairs or without an output layer, the
+    vectors: no module computes features of two texts, so the output layer of pairs is a file beside the modules.
 
     Args:
-        features: Number of features of a hidden state, H.
+        features: Number of features that the output layer has, H, or 3 H of pairs.
         max_length: Maximum number of tokens of a text.
-        head: Weight, (C, H), and bias, (C,), of a classifier's output layer; None: there is none.
+        head: Weight, (C, features), and bias, (C,), of a classifier's output layer; None: there is none.
     """
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     modules += [("2_Normalize", "Normalize")] if pooling.normalize else []
-    modules += [] if head is None else [(DENSE, "Dense")]
+    modules += [] if head is None or pooling.pairs else [(DENSE, "Dense")]
     listed = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for index, (path, kind) in enumerate(modules)
     ]
+    size = features // PAIR_PARTS if pooling.pairs else features
     flags = {flag: _MODES.get(mode) == pooling.mode for flag, mode in _FLAGS.items()}
-    for path, _ in modules:
+    for path in (*(path for path, _ in modules), *(() if head is None else (DENSE,))):
         (folder / path).mkdir(exist_ok=True)
     for name, values in (
         ("modules.json", listed),
         ("sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False}),
-        ("1_Pooling/config.json", {"word_embedding_dimension": features, **flags}),
+        ("1_Pooling/config.json", {"word_embedding_dimension": size, **flags}),
     ):
         _write_json(folder / name, values)
     if head is None:
         return
     weight, bias = head
     dense = {
-        "in_features": features,
+        "in_features": weight.shape[1],
         "out_features": len(weight),
         "bias": True,
         "activation_function": "torch.nn.modules.linear.Identity",

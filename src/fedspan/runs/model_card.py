@@ -179,7 +179,23 @@ _POOLED = """```python
 from sentence_transformers import SentenceTransformer
 
 model = SentenceTransformer("FOLDER")
-logits = model.encode({inputs})  # {outputs}
+logits = model.encode(["a text", "another"])  # {outputs}
+```
+
+Transformers' `pipeline` does not know this model's pooling and would give it a random head.
+"""
+
+
+_PAIRS = f"""```python
+import torch
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+
+model, head = SentenceTransformer("FOLDER"), load_file("FOLDER/{DENSE}/model.safetensors")
+first, second = ["a text"], ["its second text"]
+u, v = (model.encode(texts, convert_to_tensor=True).cpu() for texts in (first, second))
+features = torch.cat([u, v, (u - v).abs()], 1)
+logits = features @ head["linear.weight"].T + head["linear.bias"]  # {{outputs}}
 ```
 
 Transformers' `pipeline` does not know this model's pooling and would give it a random head.
@@ -196,7 +212,7 @@ similarities = model.similarity(vectors, vectors)
 """
 
 
-def _write_pooling_code(base: str, pooling: Pooling, has_pairs: bool) -> str:
+def _write_pooling_code(base: str, pooling: Pooling) -> str:
     """Write the lines that compute a pooled classifier's logits without sentence-transformers."""
     pooled = {
         "mean": "(hidden * mask).sum(1) / mask.sum(1)",
@@ -204,7 +220,6 @@ def _write_pooling_code(base: str, pooling: Pooling, has_pairs: bool) -> str:
         "cls": "hidden[:, 0]",
         "last": "hidden[range(len(hidden)), mask[..., 0].sum(1) - 1]",
     }[pooling.mode]
-    texts = '["a text"], ["its second text"]' if has_pairs else '["a text"]'
     if pooling.normalize:
         pooled = f"torch.nn.functional.normalize({pooled}, dim=1)"
     return (
@@ -212,7 +227,7 @@ def _write_pooling_code(base: str, pooling: Pooling, has_pairs: bool) -> str:
         "from transformers import AutoModel, AutoTokenizer\n\n"
         f'encoder = PeftModel.from_pretrained(AutoModel.from_pretrained("{base}"), "FOLDER")\n'
         f'head = load_file("FOLDER/{DENSE}/model.safetensors")\n'
-        f'inputs = AutoTokenizer.from_pretrained("FOLDER")({texts}, padding=True, return_tensors="pt")\n'
+        'inputs = AutoTokenizer.from_pretrained("FOLDER")(["a text"], padding=True, return_tensors="pt")\n'
         'hidden, mask = encoder(**inputs).last_hidden_state, inputs["attention_mask"][..., None]\n'
         f"features = {pooled}\n"
         'logits = features @ head["linear.weight"].T + head["linear.bias"]\n```\n'
@@ -223,16 +238,17 @@ _MERGE = ".merge_and_unload()  # torch's transformer layers pass over adapters i
 
 
 def _use(settings: TaskSettings, base: str, adapter: bool) -> str:
-    definition, pooled, has_pairs = get_task(settings.task), settings.pooling, "text_pair" in settings.columns
+    definition, pooled = get_task(settings.task), settings.pooling
     if pooled is not None and (definition.is_embedding or definition.columns is None):
         return _VECTORS
     if pooled is not None:
-        inputs = '[("a text", "its second text")]' if has_pairs else '["a text", "another"]'
         outputs = "by label, in the order of fedspan.json" if definition.has_labels else "one number for each"
-        text = _POOLED.format(inputs=inputs, outputs=outputs)
+        if pooled.pairs:
+            return _PAIRS.format(outputs=outputs)
+        text = _POOLED.format(outputs=outputs)
         if not adapter:
             return text
-        return f"{text}\nOr, without sentence-transformers:\n\n{_write_pooling_code(base, pooled, has_pairs)}"
+        return f"{text}\nOr, without sentence-transformers:\n\n{_write_pooling_code(base, pooled)}"
     if definition.columns is None:
         return (
             f"```python\nfrom peft import PeftModel\n\n# base: the model `{base}` as the clients' trainers had it\n"

@@ -10,7 +10,7 @@ import numpy as np
 from fedspan.data.columns import LABELED_TEXTS
 from fedspan.data.config import DataConfig
 from fedspan.tasks.definition import TaskDefinition
-from fedspan.tasks.encoding import EncodedText, TextTask, encode_texts
+from fedspan.tasks.encoding import EncodedText, TextTask
 from fedspan.tasks.single_label import SingleLabelClassification
 
 if TYPE_CHECKING:
@@ -25,24 +25,32 @@ class SequenceClassification(TextTask, SingleLabelClassification):
 
     Args:
         max_length: Maximal number of tokens; further ones are cut.
+        pairs: As for ``TextTask``.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str], max_length: int, metric: str = "accuracy"
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        labels: Sequence[str],
+        max_length: int,
+        metric: str = "accuracy",
+        *,
+        pairs: bool = False,
     ) -> None:
-        TextTask.__init__(self, tokenizer, max_length, metric)
+        TextTask.__init__(self, tokenizer, max_length, metric, pairs=pairs)
         SingleLabelClassification.__init__(self, labels, metric)
 
     def encode(self, dataset: datasets.Dataset) -> EncodedText:
         """Tokenize a data set once; its columns are ``text``, optionally ``text_pair``, and ``label`` (indices)."""
         labels = np.array(dataset.with_format("numpy")["label"][:], dtype=np.int64)
-        return encode_texts(self.tokenizer, dataset, self.max_length, labels)
+        return self.encode_texts(dataset, labels)
 
 
 def _build(
     tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None
 ) -> SequenceClassification:
-    return SequenceClassification(tokenizer, settings.labels, settings.max_length, settings.metric)
+    labels, pairs = settings.labels, settings.has_pairs_apart
+    return SequenceClassification(tokenizer, labels, settings.max_length, settings.metric, pairs=pairs)
 
 
 SEQUENCE_CLASSIFICATION = TaskDefinition(

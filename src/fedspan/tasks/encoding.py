@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fedspan.core.tensors import to_device
 from fedspan.errors import FedspanError
+from fedspan.models.pooling import PAIR
 from fedspan.tasks.losses import get_logits, select_inputs
 from fedspan.tasks.task import Examples
 
@@ -79,11 +80,12 @@ class EncodedText:
     """Tokenized texts with the target of each."""
 
     encodings: Mapping[str, Ragged]
-    """Ids of each example, by tokenizer output (``input_ids``, ``token_type_ids``)."""
+    """Ids of each example, by tokenizer output (``input_ids``, ``token_type_ids``); of second texts that are encoded
+    alone, ``PAIR`` comes before its name."""
     labels: np.ndarray
     """Index into the label list, int64, or the value, float32; (examples,)."""
     lengths: np.ndarray
-    """Number of tokens of each example, int64, (examples,)."""
+    """Number of tokens of each example, or of its longer text, int64, (examples,)."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -110,12 +112,20 @@ class TextTask:
 
     Args:
         max_length: Maximal number of tokens; further ones are cut.
+        pairs: Whether each text of a pair has a pass of its own through an encoder (``Pooling.pairs``).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, metric: str = "loss") -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_length: int, metric: str = "loss", *, pairs: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.metric = metric
+        self.has_several_passes = pairs
+
+    def encode_texts(self, dataset: datasets.Dataset, labels: np.ndarray) -> EncodedText:
+        """Tokenize the column ``text`` and, if present, ``text_pair``, once."""
+        return encode_texts(self.tokenizer, dataset, self.max_length, labels, apart=self.has_several_passes)
 
     def collate(self, examples: Any, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate examples, padded to the longest of them, with ``attention_mask`` and ``labels``."""
@@ -131,16 +141,29 @@ class TextTask:
 
 
 def encode_texts(
-    tokenizer: PreTrainedTokenizerBase, dataset: datasets.Dataset, max_length: int, labels: np.ndarray
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: datasets.Dataset,
+    max_length: int,
+    labels: np.ndarray,
+    *,
+    apart: bool = False,
 ) -> EncodedText:
-    """Tokenize the column ``text`` and, if present, ``text_pair``, once."""
+    """Tokenize the column ``text`` and, if present, ``text_pair``, once.
+
+    Args:
+        apart: Whether both texts of a pair are encoded alone; else, as one sequence.
+    """
     require_processor(tokenizer, "texts")
-    selected = dataset.select_columns([name for name in ("text", "text_pair") if name in dataset.column_names])
-    encodings = join_encodings(
-        tokenizer(rows["text"], rows.get("text_pair"), truncation=True, max_length=max_length)
-        for rows in split_rows(selected)
-    )
-    return EncodedText(encodings, labels, encodings["input_ids"].lengths)
+    encodings: dict[str, Ragged] = {}
+    for prefix, first, second in (("", "text", ""), (PAIR, "text_pair", "")) if apart else (("", "text", "text_pair"),):
+        selected = dataset.select_columns([name for name in (first, second) if name in dataset.column_names])
+        joined = join_encodings(
+            tokenizer(rows[first], rows.get(second), truncation=True, max_length=max_length)
+            for rows in split_rows(selected)
+        )
+        encodings |= {f"{prefix}{key}": values for key, values in joined.items()}
+    lengths = [values.lengths for key, values in encodings.items() if key.endswith("input_ids")]
+    return EncodedText(encodings, labels, np.maximum.reduce(lengths))
 
 
 def split_rows(dataset: datasets.Dataset) -> Generator[dict[str, list[Any]]]:
@@ -179,10 +202,13 @@ def collate_texts(
     # As ``tokenizer.pad``, which takes milliseconds for a batch of many clients.
     padding = {"input_ids": int(tokenizer.pad_token_id), "token_type_ids": tokenizer.pad_token_type_id}  # pyright: ignore
     batch = {
-        key: torch.from_numpy(values.pad(indices, padding.get(key, 0))) for key, values in examples.encodings.items()
+        key: torch.from_numpy(values.pad(indices, padding.get(key.removeprefix(PAIR), 0)))
+        for key, values in examples.encodings.items()
     }
-    lengths = torch.from_numpy(examples.encodings["input_ids"].lengths[list(indices)])
-    batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    for key in [key for key in batch if key.endswith("input_ids")]:
+        lengths = torch.from_numpy(examples.encodings[key].lengths[list(indices)])
+        mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+        batch[key.replace("input_ids", "attention_mask")] = mask
     batch["labels"] = torch.from_numpy(examples.labels[list(indices)])
     return {key: to_device(value, device) for key, value in batch.items()}
 

@@ -22,7 +22,7 @@ from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, read_te
 from fedspan.data.config import DataConfig
 from fedspan.data.names import find_separator, get_arrow_column, is_list
 from fedspan.tasks.definition import InferredColumns, TaskDefinition
-from fedspan.tasks.encoding import EncodedText, Ragged, TextExamples, TextTask, collate_texts, encode_texts
+from fedspan.tasks.encoding import EncodedText, Ragged, TextExamples, TextTask, collate_texts
 from fedspan.tasks.label_scores import compute_f1
 from fedspan.tasks.losses import (
     CLASS_WEIGHTS,
@@ -72,6 +72,7 @@ class MultiLabelClassification(TextTask):
     Args:
         max_length: Maximal number of tokens; further ones are cut.
         threshold: Probability above which a label is predicted.
+        pairs: As for ``TextTask``.
     """
 
     loss_options: tuple[LossOption, ...] = ("label_smoothing", "class_weights")
@@ -83,15 +84,17 @@ class MultiLabelClassification(TextTask):
         max_length: int,
         metric: str = "micro_f1",
         threshold: float = 0.5,
+        *,
+        pairs: bool = False,
     ) -> None:
-        super().__init__(tokenizer, max_length, metric)
+        super().__init__(tokenizer, max_length, metric, pairs=pairs)
         self.labels = tuple(labels)
         self.threshold = threshold
 
     def encode(self, dataset: datasets.Dataset) -> LabeledTexts:
         """Tokenize a data set once; its columns are ``text``, optionally ``text_pair``, and ``labels`` (indices)."""
         labels = Ragged(cast("list[list[int]]", dataset["labels"][:]))
-        return LabeledTexts(encode_texts(self.tokenizer, dataset, self.max_length, np.arange(len(labels))), labels)
+        return LabeledTexts(self.encode_texts(dataset, np.arange(len(labels))), labels)
 
     def collate(self, examples: LabeledTexts, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate examples, padded to the longest of them; ``labels`` are 0 or 1 in float32, (B, K)."""
@@ -212,7 +215,10 @@ def _build(
     tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None
 ) -> MultiLabelClassification:
     options: MultiLabelOptions = MULTI_LABEL_CLASSIFICATION.parse_options(settings.options)
-    return MultiLabelClassification(tokenizer, settings.labels, settings.max_length, settings.metric, options.threshold)
+    return MultiLabelClassification(
+        *(tokenizer, settings.labels, settings.max_length, settings.metric, options.threshold),
+        pairs=settings.has_pairs_apart,
+    )
 
 
 def _infer_columns(sample: datasets.Dataset, options: Mapping[str, str | None]) -> InferredColumns | None:

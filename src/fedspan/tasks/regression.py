@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fedspan.data.columns import ColumnReader, ReadColumns, TaskColumns, read_text_columns
 from fedspan.data.config import DataConfig
 from fedspan.tasks.definition import TaskDefinition
-from fedspan.tasks.encoding import EncodedText, TextTask, encode_texts
+from fedspan.tasks.encoding import EncodedText, TextTask
 from fedspan.tasks.losses import (
     average_by_client,
     upcast,
@@ -36,7 +36,7 @@ class Regression(TextTask):
     def encode(self, dataset: datasets.Dataset) -> EncodedText:
         """Tokenize a data set once; its columns are ``text``, optionally ``text_pair``, and ``target`` (numbers)."""
         targets = np.array(dataset["target"], dtype=np.float32)
-        return encode_texts(self.tokenizer, dataset, self.max_length, targets)
+        return self.encode_texts(dataset, targets)
 
     def compute_loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean squared error, in float32 or better."""
@@ -81,7 +81,7 @@ def _read(reader: ColumnReader, config: DataConfig) -> ReadColumns:
 
 
 def _build(tokenizer: PreTrainedTokenizerBase, settings: TaskSettings, data: DataConfig | None) -> Regression:
-    return Regression(tokenizer, settings.max_length, settings.metric)
+    return Regression(tokenizer, settings.max_length, settings.metric, pairs=settings.has_pairs_apart)
 
 
 REGRESSION = TaskDefinition(

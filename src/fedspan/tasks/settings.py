@@ -43,3 +43,8 @@ class TaskSettings:
     in a text. Empty for a deployment, whose owners name their columns."""
     options: Mapping[str, str | bool | int | float | None] = field(default_factory=dict)
     """The task's own options (``TaskDefinition.options``) that the config sets."""
+
+    @property
+    def has_pairs_apart(self) -> bool:
+        """Whether the model encodes each text of a pair alone."""
+        return self.pooling is not None and self.pooling.pairs

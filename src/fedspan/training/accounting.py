@@ -22,6 +22,8 @@ _STEP = 0.01
 """Share of a target epsilon that calibration may leave unspent."""
 _ORDERS = (*(1 + tenth / 10 for tenth in range(1, 110)), *range(12, 64), 80, 96, 128, 192, 256, 384, 512, 1024)
 """Orders of Renyi divergences. Opacus' own list ends at 63, which overestimates the cost of few very noisy releases."""
+_UNPROTECTED = 100.0
+"""Epsilon from which on the loose bound will do: a server may choose noise for which ``prv`` takes gigabytes."""
 _COARSE = 8
 """Calibration first tries every eighth order: a divergence takes milliseconds."""
 
@@ -113,11 +115,8 @@ def compute_epsilon(counts: Mapping[Mechanism, int], delta: float, accounting: A
     if any(mechanism.noise <= 0 for mechanism in releases):
         return math.inf
     parts = tuple(sorted(releases.items()))
-    return (
-        _compute_tight_epsilon(parts, delta)
-        if accounting == "prv"
-        else _compute_renyi_epsilon(parts, delta, _ORDERS)[0]
-    )
+    loose = _compute_renyi_epsilon(parts, delta, _ORDERS)[0]
+    return _compute_tight_epsilon(parts, delta) if accounting == "prv" and loose < _UNPROTECTED else loose
 
 
 @lru_cache(maxsize=4096)

@@ -24,7 +24,6 @@ from fedspan.tasks.losses import bound_loss
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import (
     ModelInputs,
-    split_alike,
     split_evaluation_batches,
     split_into_passes,
     split_job_windows,
@@ -198,7 +197,7 @@ class BatchedEngine:
         self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, bounded: bool = False
     ) -> dict[str, float]:
         """``Engine.evaluate``."""
-        parts = split_alike(self.task, examples, indices) if bounded else [indices]
+        parts = self._workers[0].loop.alike.split(examples, indices) if bounded else [indices]
         self.prepare(examples, parts)
         predictions = self.predict(job, examples, indices, batch_size, parts=parts)
         metrics = self.task.compute_metrics(predictions, examples, indices.tolist())

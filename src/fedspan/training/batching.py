@@ -96,19 +96,30 @@ def split_evaluation_batches(indices: np.ndarray, lengths: np.ndarray, batch_siz
     return [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
 
 
-def split_alike(task: Task, examples: Examples, indices: np.ndarray) -> list[np.ndarray]:
-    """Split indices into groups of examples that need no padding and no mask to share a pass.
+class AlikeGroups:
+    """Groups of examples that need no padding and no mask to share a pass; each example is collated alone once.
 
     An additive mask hides no attention score near the largest number of its format: a server that chooses such weights
     would have the length of one example change the results of all others in its pass.
     """
-    if getattr(task, "packing", False):
-        return [indices[[position]] for position in range(len(indices))]
-    groups: dict[tuple[torch.Size, ...], list[int]] = {}
-    for index in indices.tolist():
-        batch = task.collate(examples, [index], torch.device("cpu"))
-        groups.setdefault(tuple(value.shape for value in batch.values()), []).append(index)
-    return [np.array(groups[shapes]) for shapes in sorted(groups)]
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        # a held data set keeps its id
+        self._shapes: dict[int, tuple[Examples, dict[int, tuple[torch.Size, ...]]]] = {}
+
+    def split(self, examples: Examples, indices: np.ndarray) -> list[np.ndarray]:
+        """Split indices into groups."""
+        if getattr(self._task, "packing", False):
+            return [indices[[position]] for position in range(len(indices))]
+        _, known = self._shapes.setdefault(id(examples), (examples, {}))
+        groups: dict[tuple[torch.Size, ...], list[int]] = {}
+        for index in indices.tolist():
+            if index not in known:
+                batch = self._task.collate(examples, [index], torch.device("cpu"))
+                known[index] = tuple(value.shape for value in batch.values())
+            groups.setdefault(known[index], []).append(index)
+        return [np.array(groups[shapes]) for shapes in sorted(groups)]
 
 
 _WORTH = 0.08

@@ -14,6 +14,7 @@ Shapes: K examples in a pass.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,9 +31,10 @@ from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.accounting import Mechanism, calibrate_noise, require_opacus
-from fedspan.training.batching import split_alike
-from fedspan.training.jobs import Assignment, Privacy, TrainingSettings
+from fedspan.training.jobs import Assignment, Privacy, TrainingSettings, is_explained
 from fedspan.training.services import TrainingServices, draw_dropout_mask
+
+log = logging.getLogger("fedspan.node")
 
 
 def compute_expected_batch(settings: TrainingSettings, count: int) -> int:
@@ -110,14 +112,14 @@ class PrivateTraining:
     def train(self, assignment: Assignment, examples: Examples) -> Trained:
         """Run one job on one client's examples (``LoopEngine.train``).
 
-        Losses and gradients that are not finite do not count: an error would tell the server, which chooses the model,
-        that there is an example with such a loss.
+        Losses and gradients that are not finite do not count, nor on a node examples on which the model fails: an error
+        would tell the server, which chooses the model, that there is such an example.
 
         Raises:
             FedspanError: If the job would release more than the noisy sums.
         """
         require_opacus()
-        from fedspan.training.noisy_sum import NoisySum, find_finite
+        from fedspan.training.noisy_sum import NoisySum
 
         trainer, job, adapted, settings = self.trainer, assignment.job, self.trainer.adapted, self.trainer.settings
         _require_private(job, trainer.task)
@@ -134,9 +136,7 @@ class PrivateTraining:
                 sums[names] = NoisySum(self.privacy, assignment, {name: live[name] for name in names})
             noisy, step = sums[names], _Step(assignment, live, names, examples, steps)
             for indices in self._split_passes(examples, sample):
-                losses, gradients = self._compute_gradients(step, indices)
-                if not bool(find_finite(gradients).all()):  # in a shared pass, one example may spoil those of others
-                    losses, gradients = self._compute_single_gradients(step, indices)
+                losses, gradients = self._compute_own_gradients(step, indices)
                 losses = losses[losses.isfinite()]
                 loss_sum, examples_seen = loss_sum + float(losses.double().sum()), examples_seen + len(losses)
                 trainer.stages.advance("training", len(indices))
@@ -157,8 +157,21 @@ class PrivateTraining:
     def _split_passes(self, examples: Examples, sample: np.ndarray) -> list[np.ndarray]:
         """Split a step's sample into passes; an empty sample has one."""
         trainer, size = self.trainer, self.trainer.settings.batch_size
-        parts = split_alike(trainer.task, examples, sample) if trainer.splits_alike and len(sample) else [sample]
+        parts = trainer.alike.split(examples, sample) if trainer.splits_alike and len(sample) else [sample]
         return [part[start : start + size] for part in parts for start in range(0, max(1, len(part)), size)]
+
+    def _compute_own_gradients(self, step: _Step, indices: np.ndarray) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute losses and gradients of examples (``_compute_gradients``), none of which spoils those of others."""
+        from fedspan.training.noisy_sum import find_finite
+
+        try:
+            losses, gradients = self._compute_gradients(step, indices)
+            if bool(find_finite(gradients).all()):
+                return losses, gradients
+        except Exception as error:
+            if is_explained(error) or not self.trainer.splits_alike:
+                raise
+        return self._compute_single_gradients(step, indices)
 
     def _compute_gradients(self, step: _Step, indices: np.ndarray) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute losses (K,) and gradients (K, ...) of examples in an optimizer step."""
@@ -235,9 +248,15 @@ class PrivateTraining:
             batch = trainer.task.collate(examples, [index], trainer.adapted.device)
             self._set_dropout(step, batch, np.array([index]))
             unpadded = trainer.padding.remove_padding(batch, examples.lengths[[index]])
-            with unpadded, trainer.prefixes.feed(examples, [index]):
-                loss = trainer.task.compute_loss(trainer.adapted.model, batch)
-            own_gradients = torch.autograd.grad(loss, [live[name] for name in step.names], allow_unused=True)
+            try:
+                with unpadded, trainer.prefixes.feed(examples, [index]):
+                    loss = trainer.task.compute_loss(trainer.adapted.model, batch)
+                own_gradients = torch.autograd.grad(loss, [live[name] for name in step.names], allow_unused=True)
+            except Exception as error:
+                if is_explained(error) or not trainer.splits_alike:
+                    raise
+                log.warning("an example on which the model fails does not count: %s", error)
+                loss, own_gradients = torch.tensor(math.nan, device=trainer.adapted.device), [None] * len(step.names)
             losses.append(loss.detach())
             for name, gradient in zip(step.names, own_gradients, strict=True):
                 gradients[name].append(torch.zeros_like(live[name]) if gradient is None else gradient)
@@ -262,9 +281,10 @@ class PrivateTraining:
                 self.refusal = f"gradients differ by {error_norm:.1e} when two examples share a pass"
         except Unstackable as error:
             self.refusal = str(error)
-        with torch.no_grad():
-            for name in step.names:
-                live[name].copy_(before[name])
+        finally:
+            with torch.no_grad():
+                for name in step.names:
+                    live[name].copy_(before[name])
         self._verified = True
 
 

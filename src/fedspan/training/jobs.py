@@ -242,6 +242,11 @@ class NotFiniteError(FedspanError):
     """A loss, or what was trained, is infinite or NaN."""
 
 
+def is_explained(error: Exception) -> bool:
+    """Check whether an error is of the run's config or the client's machine; any other may tell of an example."""
+    return isinstance(error, FedspanError | torch.OutOfMemoryError) and not isinstance(error, NotFiniteError)
+
+
 def build_not_finite_error(assignment: Assignment, value: float) -> NotFiniteError:
     """Build the error for a loss that is infinite or NaN."""
     problem = (

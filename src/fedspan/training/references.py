@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from fedspan.core.base import BaseUpdate
-from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import enter_evaluation
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import split_evaluation_batches
+from fedspan.training.jobs import NotFiniteError
 from fedspan.training.stages import Stages
 
 
@@ -61,7 +61,7 @@ def fill_reference(
         rows = cast(ReferenceTask, task).compute_reference(model, task.collate(examples, batch.tolist(), device))
         values[batch] = rows.cpu().double().numpy()
         if np.isnan(values[batch]).any():
-            raise FedspanError(
+            raise NotFiniteError(
                 "model.name", "NaN", "a model or model.dtype without it", problem="the pretrained model computes NaN"
             )
         if on_done is not None:

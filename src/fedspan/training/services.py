@@ -21,7 +21,7 @@ from fedspan.models.head import FeatureTap, find_output_layer
 from fedspan.tasks.losses import CLASS_OPTIONS, CLASS_WEIGHTS, OFFSETS, SMOOTHING, bound_loss
 from fedspan.tasks.single_label import compute_class_offsets, compute_class_weights
 from fedspan.tasks.task import Examples, LabelsWords, Task, get_labels
-from fedspan.training.batching import ModelInputs, Padding, split_alike, split_evaluation_batches
+from fedspan.training.batching import AlikeGroups, ModelInputs, Padding, split_evaluation_batches
 from fedspan.training.features import FeatureStore, trains_output_layer
 from fedspan.training.jobs import Assignment, PrefixSettings, Privacy, TrainingSettings, convert_out_of_memory
 from fedspan.training.optimizers import LocalOptimizer, build_optimizer_spec, clip, join_states
@@ -81,6 +81,7 @@ class TrainingServices:
         self.settings, self.privacy = settings, privacy
         self.splits_alike = privacy is not None and privacy.mechanism == "dp-sgd" and privacy.secret
         """Whether only examples of equal shapes share a pass: one changes, but for rounding, its own gradient alone."""
+        self.alike = AlikeGroups(task)
         self.seed = seed
         _require_loss_options(task, settings)
         self._labels: tuple[str, ...] = tuple(getattr(task, "labels", None) or ())
@@ -108,7 +109,7 @@ class TrainingServices:
     ) -> None:
         """``Engine.prepare``; ``run`` is that of ``PrefixCaches.ensure``."""
         if self.splits_alike:
-            parts = [group for part in parts for group in split_alike(self.task, examples, part)]
+            parts = [group for part in parts for group in self.alike.split(examples, part)]
         self.references.ensure(examples, parts)
         self._require_calls(examples, parts)
         self.padding.ensure(examples)
@@ -304,7 +305,7 @@ class TrainingServices:
         self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, bounded: bool = False
     ) -> dict[str, float]:
         """``Engine.evaluate``."""
-        parts = split_alike(self.task, examples, indices) if bounded else [indices]
+        parts = self.alike.split(examples, indices) if bounded else [indices]
         self.prepare(examples, parts)
         predictions = self.predict(job, examples, indices, batch_size, parts=parts)
         metrics = self.task.compute_metrics(predictions, examples, indices.tolist())

@@ -22,6 +22,7 @@ from fedspan.core.method import Wrapper
 from fedspan.core.tensors import compute_norm as norm_of
 from fedspan.core.values import Client, Contribution, Message, Reduced
 from fedspan.crypto.keys import SessionKeys, draw_secret
+from fedspan.crypto.masks import Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
@@ -556,6 +557,21 @@ def test_a_client_that_is_gone_adds_nothing_to_the_sum(prepared: Prepared, tiny_
     assert norm_of(apart) == pytest.approx(CLIP / 4, rel=1e-3)  # its own clipped change, of four clients'
     moved = {name: (value - start[name]).double() for name, value in seen[1].mean.items()}
     assert norm_of(moved) <= CLIP * 3 / 4 * (1 + 1e-5)
+
+
+def test_the_noise_covers_what_rounding_adds_to_a_clipped_change(
+    prepared: Prepared, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, seen = run_of(prepared, tiny_folder, 1e4)
+    begun = run.federation.begin()
+    start = run.federation.method.sync(begun.state, None).tensors
+    for levels in (2**40, 8):
+        monkeypatch.setattr(Ring, "levels", levels)
+        there, _ = secure_rounds.secured(run, tmp_path / str(levels), settings=SecureSettings(bits=64))
+        there.run_round(begun)
+    fine, coarse = (norm_of({name: (one.mean[name] - start[name]).double() for name in one.mean}) for one in seen)
+    count = sum(value.numel() for value in seen[0].mean.values())
+    assert coarse / fine == pytest.approx(1 + count**0.5 / 8, rel=1e-3)
 
 
 def test_a_cohort_that_may_be_too_small_to_hide_in_is_refused(tiny_folder: Path) -> None:

@@ -245,7 +245,10 @@ class SecureAggregation:
         """Return the mean that belongs to a summed change; with central privacy, after adding noise to the sum."""
         if self._privacy is None:
             return Reduced(mean=apply_change(change, self._origin), count=len(self.replies))
-        return self._privacy.release({name: value * share for name, value in change.items()})
+        # A client rounds each entry by up to a step after it has clipped, so it moves the sum by that much more.
+        moves = self._clip * (1 + len(self._total) ** 0.5 / self._ring.levels)
+        privacy = replace(self._privacy, privacy=replace(self._privacy.privacy, clip=moves))
+        return privacy.release({name: value * share for name, value in change.items()})
 
 
 def _decode_vector(reply: Reply, total: Integers) -> Integers:
