@@ -19,8 +19,8 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 import fedspan
-from fedspan.cli.live_run import find_unused_folder
 from fedspan.cli.run_summary import render_peft_snippet, show_report
+from fedspan.cli.train import find_unused_folder
 from fedspan.progress.view import RunView
 from fedspan.run_folder import RunFolder
 from fedspan.runs.report import RunReport

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedspan.cli.commands import MACHINES, SERVER, ServerFolder, argument, flag, option, register_command
+from fedspan.transports import http
 
 if TYPE_CHECKING:
     from fedspan.transports.http.server import ServerLink
@@ -45,9 +46,7 @@ def admit(
     folder: ServerFolder = SERVER,
 ) -> None:
     """Admit a data owner's node to the federation."""
-    from fedspan.transports.http import require
-
-    require()
+    http.require()
     from fedspan.crypto.identity import compute_fingerprint
     from fedspan.transports.http.admissions import admit_node
     from fedspan.transports.http.server import read_link
@@ -72,9 +71,7 @@ def revoke(
 
     A running server and running federations need no restart. To admit the node again, use a new key.
     """
-    from fedspan.transports.http import require
-
-    require()
+    http.require()
     from fedspan.transports.http.admissions import revoke_node
     from fedspan.transports.http.server import read_link
 
@@ -97,9 +94,7 @@ def renew(
     The first step creates a new ca.crt, which trusts both certificates. Send it to every data owner. The second step,
     --activate, switches to the new certificates; a running server restarts by itself.
     """
-    from fedspan.transports.http import require
-
-    require()
+    http.require()
     from fedspan.transports.http.admissions import open_audit_log
     from fedspan.transports.http.keys import AUTHORITY, activate_authority, renew_authority
     from fedspan.transports.http.server import read_link

@@ -4,8 +4,6 @@
 
 from fedspan.cli.commands import app
 
-from fedspan.cli import demo
-from fedspan.cli import init
 from fedspan.cli import train
 from fedspan.cli import compare
 from fedspan.cli import reproduce
@@ -13,12 +11,8 @@ from fedspan.cli import methods
 from fedspan.cli import plan
 from fedspan.cli import doctor
 from fedspan.cli import data
-from fedspan.cli import partition
 from fedspan.cli import trained_model
 from fedspan.cli import report
-from fedspan.cli import diagnose
-from fedspan.cli import export
 from fedspan.cli import deploy
 from fedspan.cli import admission
-from fedspan.cli import audit
-from fedspan.cli import status
+from fedspan.cli import operation

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
+from rich.console import Console
 
 from fedspan.cli.commands import Json, Overrides, argument, option, refuse_options, register_command
+from fedspan.cli.formatting import create_console, create_table
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fedspan.experiments.comparison import CompareReport
     from fedspan.experiments.search import SweepReport
     from fedspan.experiments.series import Watcher
@@ -206,8 +206,6 @@ def _run_with_view(
     command: str, folder: Path, quiet: bool, validate: Callable[[], None], run: Callable[[Watcher], Report]
 ) -> Report:
     """Validate a series and run it with its live view; on Ctrl-C, print how to resume."""
-    from fedspan.cli.formatting import create_console
-
     out = create_console()
     if quiet:
         out.quiet = True
@@ -231,8 +229,6 @@ def _describe_interruption(command: str, folder: Path, done: int, runs: int) -> 
 
 
 def _show(report: CompareReport | SweepReport, table: Table, as_json: bool) -> None:
-    from fedspan.cli.formatting import create_console
-
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2, ensure_ascii=False))
     else:
@@ -241,8 +237,6 @@ def _show(report: CompareReport | SweepReport, table: Table, as_json: bool) -> N
 
 def print_table(out: Console, table: Table) -> None:
     """Print a table with its notes, the best row in bold."""
-    from fedspan.cli.formatting import create_table
-
     shown = create_table()
     for index, title in enumerate(table.head):
         shown.add_column(title, justify="right" if index else "left", overflow="fold", no_wrap=False)

@@ -15,9 +15,11 @@ import typer
 
 from fedspan.cli.admission import warn_of_expiry
 from fedspan.cli.commands import MACHINES, SERVER, Overrides, ServerFolder, argument, flag, option, register_command
-from fedspan.cli.live_run import describe_interruption, find_unused_folder
+from fedspan.cli.formatting import create_console
+from fedspan.cli.train import describe_interruption, find_unused_folder
 from fedspan.errors import FedspanError
 from fedspan.files import restrict_new_files
+from fedspan.transports import flower, http
 
 if TYPE_CHECKING:
     from fedspan.monitoring.web import WebPage
@@ -86,9 +88,7 @@ def server(
     The first start creates a certificate authority and a certificate. Send ca.crt to every data owner, or a folder that
     --bundle writes. With --web-port, the address of the web page is printed with its token.
     """
-    from fedspan.transports.http import require
-
-    require()
+    http.require()
     from fedspan.transports.http.server import format_address, prepare_folder
     from fedspan.transports.http.supervision import supervise
 
@@ -201,9 +201,7 @@ def join(
     insecure: Annotated[bool, flag("--insecure", "Disable TLS and keys.")] = False,
 ) -> None:
     """Join federations as a data owner. Data and paths never leave this machine."""
-    from fedspan.transports.http import require
-
-    require()
+    http.require()
     if new_key is not None:
         from fedspan.crypto.identity import compute_fingerprint
         from fedspan.deployment.usage_markers import allow_first_book, continue_book, require_book
@@ -254,15 +252,12 @@ def submit(
     folder: ServerFolder = SERVER,
 ) -> None:
     """Train across the nodes that have joined, and export the best round's adapter."""
-    from fedspan.transports.http import require
-
-    require()
+    http.require()
     if (config is None) == (resume is None):
         raise FedspanError("CONFIG", None if config is None else str(config), "a YAML file, or --resume FOLDER")
     if resume is not None and overrides:
         problem = "it cannot be combined with --resume, because nodes have agreed to the run's own config"
         raise FedspanError("--set", " ".join(overrides), problem=problem)
-    from fedspan.cli.formatting import create_console
     from fedspan.cli.run_summary import show_report
     from fedspan.deployment.deploy import submit as submit_run
     from fedspan.progress.view import RunView
@@ -311,9 +306,7 @@ def flower_app(
     overrides: Overrides = None,
 ) -> None:
     """Write a Flower app that runs a federation. It is for Flower's simulation if the config names data."""
-    from fedspan.transports.flower import require
-
-    require()
+    flower.require()
     from fedspan.deployment.flower_server import write_app
 
     write_app(folder, config, out, overrides or ())

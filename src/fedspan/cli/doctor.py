@@ -15,8 +15,10 @@ from typing import Annotated, Literal
 
 import typer
 from packaging.requirements import Requirement
+from rich.text import Text
 
 from fedspan.cli.commands import Json, option, register_command
+from fedspan.cli.formatting import create_console, create_table
 from fedspan.errors import FedspanError, build_install_command
 
 _LEAST_MEMORY = 4.0
@@ -197,8 +199,6 @@ def doctor(
 
     Exits with 1 if a required component is missing.
     """
-    from fedspan.cli.formatting import create_console, create_table
-
     screen = create_console()
     screen.quiet = as_json
     with screen.status("checking the installation"):
@@ -206,8 +206,6 @@ def doctor(
     if as_json:
         typer.echo(json.dumps([asdict(check) for check in results], indent=2, ensure_ascii=False))
     else:
-        from rich.text import Text
-
         table = create_table()
         table.add_column("", no_wrap=True)
         table.add_column("component", style="cyan", no_wrap=True)

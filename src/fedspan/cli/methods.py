@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from fedspan.cli.commands import Json, argument, register_command
+from fedspan.cli.formatting import create_console, create_table
 from fedspan.errors import FedspanError, suggest_nearest
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from fedspan.methods.describe import MethodRow, Option
-    from fedspan.wrappers.describe import WrapperRow
+from fedspan.methods.describe import MethodRow, Option, list_methods
+from fedspan.wrappers.describe import WrapperRow, list_wrappers
 
 
 @register_command("methods", "fedspan methods", "fedspan methods fedloru", "fedspan methods --json")
@@ -27,10 +26,6 @@ def methods(
 
     fedspan plan computes the traffic of a method for a model.
     """
-    from fedspan.cli.formatting import create_console
-    from fedspan.methods.describe import list_methods
-    from fedspan.wrappers.describe import list_wrappers
-
     rows, wrappers = list_methods(), list_wrappers()
     if key is not None:
         method_keys = [row.key for row in (*rows, *wrappers)]
@@ -54,10 +49,6 @@ def methods(
 
 
 def _show_methods(out: Console, rows: tuple[MethodRow, ...]) -> None:
-    from rich.text import Text
-
-    from fedspan.cli.formatting import create_table
-
     table = create_table()
     table.add_column("key", style="cyan", no_wrap=True)
     table.add_column("method", ratio=1, max_width=72)
@@ -105,8 +96,6 @@ def _show_method(out: Console, row: MethodRow) -> None:
 
 
 def _show_options(out: Console, prefix: str, options: tuple[Option, ...]) -> None:
-    from fedspan.cli.formatting import create_table
-
     table = create_table()
     table.add_column("option", style="bold", no_wrap=True)
     table.add_column("default", no_wrap=True)
@@ -117,10 +106,6 @@ def _show_options(out: Console, prefix: str, options: tuple[Option, ...]) -> Non
 
 
 def _show_wrappers(out: Console, rows: tuple[WrapperRow, ...]) -> None:
-    from rich.text import Text
-
-    from fedspan.cli.formatting import create_table
-
     table = create_table()
     table.add_column("key", style="cyan", no_wrap=True)
     table.add_column("wrapper", ratio=1, max_width=72)

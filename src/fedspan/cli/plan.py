@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from fedspan.cli.commands import Json, Overrides, argument, option, register_command
+from fedspan.cli.formatting import create_console, create_table, format_flop_count, format_span
 from fedspan.errors import FedspanError
+from fedspan.progress.formatting import format_size
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fedspan.planning.plan import Plan
 
 _TASK = "sequence-classification"
@@ -75,7 +76,6 @@ def plan(
         "model.target_modules": None if targets is None else [part.strip() for part in targets.split(",")],
     }
     texts = [f"{path}={json.dumps(value)}" for path, value in changes.items() if value is not None]
-    from fedspan.cli.formatting import create_console
     from fedspan.config import override, read_values
 
     values = _make_config_values(task or _TASK) if config is None else read_values(config)
@@ -157,9 +157,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], is_max_length: bool) -> None:
-    from fedspan.cli.formatting import create_table
     from fedspan.federation.plausibility import describe_few_nodes
-    from fedspan.progress.formatting import format_size
 
     first = next(iter(plans.values()))
     cohort = "all" if first.cohort == first.clients else str(first.cohort)
@@ -209,8 +207,6 @@ def _show_compute(out: Console, plans: Mapping[str, Plan], is_max_length: bool) 
     Args:
         is_max_length: Whether the examples' length is the maximum, because no mean was given.
     """
-    from fedspan.cli.formatting import create_table, format_flop_count, format_span
-    from fedspan.progress.formatting import format_size
 
     def format_flops(count: int | None) -> str:
         return "-" if count is None else format_flop_count(count)

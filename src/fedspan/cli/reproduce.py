@@ -12,7 +12,9 @@ import typer
 
 from fedspan.cli.commands import Json, Overrides, argument, flag, option, refuse_options, register_command
 from fedspan.cli.compare import RESUMED, Out, Resume, Seeds, parse_seeds, print_table
+from fedspan.cli.formatting import create_console, create_table
 from fedspan.errors import FedspanError
+from fedspan.progress.formatting import format_size
 
 if TYPE_CHECKING:
     from fedspan.experiments.series import Watcher
@@ -68,7 +70,6 @@ def reproduce(
 
 
 def _list(as_json: bool) -> None:
-    from fedspan.cli.formatting import create_console, create_table
     from fedspan.reproduction.presets import list_presets
 
     presets = list_presets()
@@ -97,9 +98,6 @@ def _show_dry_run(id: str, scale: Scale, overrides: list[str], as_json: bool) ->
 
 
 def _show_plan(cells: tuple[PlannedCell, ...]) -> None:
-    from fedspan.cli.formatting import create_console, create_table
-    from fedspan.progress.formatting import format_size
-
     out = create_console()
     for cell in dict.fromkeys(planned.cell for planned in cells):
         table = create_table()
@@ -149,8 +147,6 @@ def _reproduce(
     elif out is None:
         raise FedspanError("--out", None, "a folder for the runs and the tables, or --dry-run")
     numbers = None if seeds is None else parse_seeds(seeds)
-    from fedspan.cli.formatting import create_console
-
     screen = create_console()
     screen.quiet = as_json
     with screen.status("loading torch and Transformers"):

@@ -10,8 +10,10 @@ from typing import Annotated, cast
 import typer
 
 from fedspan.cli.commands import Json, Overrides, argument, flag, option, register_command
+from fedspan.cli.formatting import create_console, create_table
 from fedspan.errors import FedspanError
 from fedspan.files import neutralize_formula
+from fedspan.progress.formatting import format_score
 
 Model = Annotated[Path, argument("RUN_OR_MODEL", "Folder of a run or of an exported model.")]
 ClientOption = Annotated[
@@ -160,7 +162,6 @@ def evaluate(
         if value is not None:
             raise FedspanError(name, str(value), problem="it needs --tasks")
     import fedspan
-    from fedspan.progress.formatting import format_score
     from fedspan.tasks.metrics import METRICS
 
     metrics = fedspan.evaluate(
@@ -196,7 +197,6 @@ def _run_harness(
     as_json: bool,
 ) -> None:
     import fedspan
-    from fedspan.cli.formatting import create_console, create_table
 
     names = [part.strip() for part in tasks.split(",") if part.strip()]
     results = fedspan.harness(model, names, client, shots=shots, limit=limit, include=include)

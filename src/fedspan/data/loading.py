@@ -18,12 +18,11 @@ from fedspan.data.dataset_defaults import fill_data_defaults
 from fedspan.data.dialects import describe_missing_header, make_positional_names
 from fedspan.data.duplicates import advise_grouping, encode_groups, find_shared_with_test
 from fedspan.data.files import has_own_splits, read_source
-from fedspan.data.invalid_rows import drop_invalid_rows, drop_rows_without_value
 from fedspan.data.keyed import make_generator
-from fedspan.data.list_columns import unwrap_lists
 from fedspan.data.names import get_arrow_column, make_dataset, mark_source_column, sort_names, take_rows
 from fedspan.data.partition import draw_groups
 from fedspan.data.source import Source
+from fedspan.data.usable_rows import drop_invalid_rows, drop_rows_without_value, unwrap_lists
 from fedspan.errors import FedspanError, suggest_nearest
 
 if TYPE_CHECKING:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from fedspan.assembly.run import Prepared
 from fedspan.experiments.series import Step, Watcher, Watchers
 from fedspan.progress.bar import LiveBar, ProgressBar, has_bar
 from fedspan.progress.formatting import format_duration, format_runs, shorten
+from fedspan.progress.listener import Listeners
 from fedspan.training.stages import Stage
 
 
-class SeriesBar(LiveBar, Watcher):
-    """Shows the current run of a series and its bars while it is entered as a context manager.
+class SeriesBar(LiveBar, Listeners, Watcher):
+    """Shows the current run of a series and its bars, its only listener, while it is entered as a context manager.
 
     Args:
         console: The console; None: standard error, in a notebook below the cell.
@@ -28,16 +27,18 @@ class SeriesBar(LiveBar, Watcher):
         self.done = self.runs = 0
         self._step: Step | None = None
         super().__init__(console, clock)  # after the step, because it renders the footer
-        self._run = self._create_bar()
+        self._create_bar()
 
-    def _create_bar(self) -> ProgressBar:
-        return ProgressBar(Console(quiet=True, force_interactive=self.is_live), self._clock)
+    def _create_bar(self) -> None:
+        self._run = ProgressBar(Console(quiet=True, force_interactive=self.is_live), self._clock)
+        self.listeners = (self._run,)
 
     def on_series_start(self, steps: Sequence[Step]) -> None:
         self.done, self.runs = 0, len(steps)
 
     def on_run_start(self, step: Step) -> None:
-        self._step, self._run = step, self._create_bar()
+        self._step = step
+        self._create_bar()
 
     def on_run_finish(self, step: Step, metric: str, value: float | None, seconds: float, is_new: bool) -> None:
         self.done += 1
@@ -45,29 +46,14 @@ class SeriesBar(LiveBar, Watcher):
     def on_run_failure(self, step: Step, reason: str) -> None:
         self.done += 1
 
-    def on_start(self, prepared: Prepared, done: int, resumed: bool) -> None:
-        self._run.on_start(prepared, done, resumed)
-
     def on_stage_change(self, stage: Stage | None) -> None:
-        self._run.on_stage_change(stage)
+        super().on_stage_change(stage)
         if stage is not None and self._step is not None:
             self._report(self._describe_run)
 
     def _describe_run(self) -> str:
         assert self._step is not None
         return shorten(f"{self._step.label}: {self._run.describe_state()}", self._out.width - 2)
-
-    def on_client_finish(self, round: int, client: str, loss: float) -> None:
-        self._run.on_client_finish(round, client, loss)
-
-    def on_round_finish(self, row: Mapping[str, Any]) -> None:
-        self._run.on_round_finish(row)
-
-    def on_baseline_start(self, name: str, rounds: int) -> None:
-        self._run.on_baseline_start(name, rounds)
-
-    def on_baseline_round(self, name: str, round: int, loss: float) -> None:
-        self._run.on_baseline_round(name, round, loss)
 
     def render_footer(self) -> RenderableType:
         """Render the current run, its bars, and the time of the whole series."""

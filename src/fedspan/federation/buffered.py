@@ -46,9 +46,7 @@ class BufferedRound:
     the recorded replies, which were accepted, without comparing their norms again.
 
     Args:
-        best: Round of the stored state of each client at the best progress so far.
-        on_client: Called with a client's id and training loss when its reply arrives.
-        on_failure: Called with a client's id and a reason when its reply does not arrive, or is rejected.
+        on_client: ``on_arrival`` of ``RoundExchange``, which has the other arguments, too.
 
     Raises:
         FedspanError: If the transport cannot run asynchronous rounds, or recorded arrivals do not fit the federation.

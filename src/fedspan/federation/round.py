@@ -262,11 +262,8 @@ class Round:
     """One synchronous round: attempts with deadlines, until enough of a cohort's replies are aggregated.
 
     Args:
-        progress: The progress before the round: what clients store, and when they last replied.
-        best: Round of each client's last reply in the best progress so far; clients keep the state that belongs to it.
-        on_client: Called with a client's id and training loss when its reply is accepted.
-        on_charge: Called with the privacy cost of each attempt before its orders are sent.
-        on_failure: Called with a client's id and a reason when its reply is rejected on arrival or does not arrive.
+        on_charge: Called with the privacy cost of each attempt before its orders are sent; all else as in
+            ``RoundExchange``.
     """
 
     def __init__(

@@ -21,10 +21,10 @@ from fedspan.data.config import DataConfig
 from fedspan.data.encodings import decode
 from fedspan.data.files import SUFFIXES, read_source
 from fedspan.data.images import resolve_paths
-from fedspan.data.list_columns import unwrap_lists
 from fedspan.data.names import get_arrow_column, get_arrow_table
 from fedspan.data.source import Source, read_beginning
 from fedspan.data.templates import parse_template
+from fedspan.data.usable_rows import unwrap_lists
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, neutralize_formula, write_atomic
 from fedspan.serving.evaluate import build_file_config

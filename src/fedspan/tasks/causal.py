@@ -115,12 +115,7 @@ class CausalLM(VocabularyTask):
         self.metric = metric
 
     def encode(self, dataset: datasets.Dataset) -> EncodedPrompts:
-        """Tokenize a data set once; its columns are ``text``, ``answer`` and optionally ``history``.
-
-        Raises:
-            FedspanError: If an answer is longer than ``max_length`` where that is refused, a chat template fails, or
-                there is no tokenizer.
-        """
+        """Tokenize a data set once; its columns are ``text``, ``answer`` and optionally ``history``."""
         require_processor(self.tokenizer, "texts")
         columns = [name for name in ("text", "answer", "history") if name in dataset.column_names]
         selected = dataset.select_columns(columns)

@@ -143,12 +143,7 @@ class ImageClassification(SingleLabelClassification):
         self._std = torch.tensor(processor.image_std if normalized else 1.0).reshape(-1, 1, 1)
 
     def encode(self, dataset: datasets.Dataset) -> EncodedImages:
-        """Decode and resize a data set with columns ``image`` and ``label`` (indices), once.
-
-        Raises:
-            FedspanError: If an image can't be decoded, the processor leaves images at different sizes, or it does more
-                than resize, rescale and normalize.
-        """
+        """Decode and resize a data set with columns ``image`` and ``label`` (indices), once."""
         import datasets
 
         stored = dataset.select_columns(["image"]).cast_column("image", datasets.Image(decode=False))
@@ -231,11 +226,7 @@ class AugmentedImageClassification(ImageClassification):
         self.options = options
 
     def encode(self, dataset: datasets.Dataset) -> EncodedImages:
-        """Encode as without changes.
-
-        Raises:
-            FedspanError: As without changes, or if images could be shifted beyond their side.
-        """
+        """Encode as without changes."""
         examples = super().encode(dataset)
         shortest = min(examples.pixels.shape[2:])
         if self.options.crop_padding >= shortest:

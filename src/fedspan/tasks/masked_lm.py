@@ -81,12 +81,7 @@ class MaskedLanguageModel(TextTask, VocabularyTask):
         self.mask_share = mask_share
 
     def encode(self, dataset: datasets.Dataset) -> MaskedTexts:
-        """Tokenize a data set once; its column is ``text``; with a column ``has_masks``, texts have their own masks.
-
-        Raises:
-            FedspanError: If the tokenizer has no mask, or a text that should have a mask has none, or there is no
-                tokenizer.
-        """
+        """Tokenize a data set once; its column is ``text``; with a column ``has_masks``, texts have their own masks."""
         require_processor(self.tokenizer, "texts")
         if self.tokenizer.mask_token_id is None:
             expected = "a masked language model, whose tokenizer has a mask"

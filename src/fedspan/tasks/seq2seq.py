@@ -151,9 +151,6 @@ class Seq2Seq(VocabularyTask):
         """Tokenize a data set once; its columns are ``text`` (sources) and ``answer`` (targets).
 
         A target ends with the tokenizer's end-of-text token, also if it is cut.
-
-        Raises:
-            FedspanError: If there is no tokenizer, or the prefix leaves no room for a source.
         """
         require_processor(self.tokenizer, "texts")
         prefix = self.options.prefix

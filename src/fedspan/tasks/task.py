@@ -66,7 +66,11 @@ class RunTask(Task, Protocol):
         ...
 
     def encode(self, dataset: datasets.Dataset) -> Any:
-        """Encode a data set as the task's own kind of ``Examples``."""
+        """Encode a data set as the task's own kind of ``Examples``.
+
+        Raises:
+            FedspanError: If the processor is missing or unfit, or the options or an example cannot be used.
+        """
         ...
 
     def describe_examples(self, examples: Any) -> tuple[str, ...]:

@@ -119,9 +119,6 @@ class TextEmbedding:
         """Tokenize a data set once.
 
         Its columns are ``text`` and, for all but predictions, ``text_pair``; also ``negative`` or ``target`` (numbers).
-
-        Raises:
-            FedspanError: If the loss cannot have these scores.
         """
         texts: dict[str, EncodedText] = {}
         numbers: dict[str, int] = {}

@@ -89,11 +89,7 @@ class TokenClassification(TokenTask):
         self.metric = metric
 
     def encode(self, dataset: datasets.Dataset) -> EncodedSentences:
-        """Tokenize a data set once; its columns are ``tokens`` (words) and ``labels`` (indices, one for each word).
-
-        Raises:
-            FedspanError: If the tokenizer is none of the fast ones, or there is none.
-        """
+        """Tokenize a data set once; its columns are ``tokens`` (words) and ``labels`` (indices, one for each word)."""
         require_processor(self.tokenizer, "texts")
         if not self.tokenizer.is_fast:
             expected = "a model with a fast tokenizer, which reports the words of its pieces"

@@ -23,13 +23,16 @@ FinishJob = Callable[[Assignment, Trained], Assignment | None]
 
 
 class Predictor(Protocol):
-    """Predicts examples with jobs."""
+    """Predicts examples with jobs.
+
+    ``indices`` (examples,) and the parts of ``prepare`` point into the data set ``examples``; ``batch_size`` is that of
+    the forward passes, also of those that models share.
+    """
 
     def prepare(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
         """Precompute what passes over some examples can then skip, or need. The model loses its job.
 
         Args:
-            examples: The data set that the indices point into.
             parts: Indices of the examples, those of each client's part separately: the last bits may depend on which
                 examples are computed together.
         """
@@ -46,8 +49,6 @@ class Predictor(Protocol):
 
         Args:
             models: The models, each with the indices of its examples; they are requested as they are needed.
-            examples: The data set that the indices point into.
-            batch_size: Batch size of the forward passes, also of those that models share.
         """
         ...
 
@@ -58,9 +59,6 @@ class Predictor(Protocol):
 
         Args:
             jobs: The models; they are requested as they are needed.
-            examples: The data set that the indices point into.
-            indices: The examples, (examples,).
-            batch_size: Batch size of the forward passes, also of those that models share.
         """
         ...
 
@@ -68,39 +66,22 @@ class Predictor(Protocol):
 class Engine(Predictor, Protocol):
     """Trains and evaluates jobs on one model."""
 
-    @property
-    def adapted(self) -> AdaptedModel:
-        """The model."""
-        ...
-
-    @property
-    def task(self) -> Task:
-        """The learning problem."""
-        ...
-
-    @property
-    def settings(self) -> TrainingSettings:
-        """Settings of local training."""
-        ...
-
-    @property
-    def privacy(self) -> Privacy | None:
-        """Privacy of the run, if it has any."""
-        ...
-
-    @property
-    def seed(self) -> int:
-        """Seed of every random draw."""
-        ...
+    adapted: AdaptedModel
+    """The model."""
+    task: Task
+    """The learning problem."""
+    settings: TrainingSettings
+    """Settings of local training."""
+    privacy: Privacy | None
+    """Privacy of the run, if it has any."""
+    seed: int
+    """Seed of every random draw."""
+    stages: Stages
+    """Reports the progress of long work."""
 
     @property
     def prefixes(self) -> PrefixCaches:
         """Hidden states that leave the model's frozen prefix, by data set."""
-        ...
-
-    @property
-    def stages(self) -> Stages:
-        """Reports the progress of long work."""
         ...
 
     def train_all(self, examples: Examples, sizes: Mapping[str, int], open_job: OpenJob, finish_job: FinishJob) -> None:
@@ -120,11 +101,6 @@ class Engine(Predictor, Protocol):
         """Compute the task's metrics over a client's examples.
 
         Args:
-            client: Id of the client.
-            job: The model.
-            examples: The data set that the indices point into.
-            indices: The examples, (examples,).
-            batch_size: Batch size of the forward passes.
             bounded: Whether no example contributes more than the task's bound to the loss (``losses.bound_loss``), and
                 none to the results of others (``batching.AlikeGroups``; own trainers make their passes themselves).
         """
@@ -135,9 +111,6 @@ class Engine(Predictor, Protocol):
 
         Args:
             job: The model; None: the pretrained one.
-            examples: The data set that the indices point into.
-            indices: The examples, (examples,).
-            batch_size: Batch size of the forward passes.
 
         Raises:
             NoOutputLayer: If the model's logits are not those of one linear layer.

@@ -100,7 +100,7 @@ def _below_file(world: World) -> None:
 
 
 def _picture(world: World) -> None:
-    from fedspan.cli.partition import partition
+    from fedspan.cli.data import partition
 
     partition(
         Path(world.file("my.yaml", "data: {train: train.csv}\npartition: {clients: 2}\n")),

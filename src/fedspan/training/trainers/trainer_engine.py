@@ -138,11 +138,7 @@ class TrainerEngine(TrainingServices):
     def evaluate(
         self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, bounded: bool = False
     ) -> dict[str, float]:
-        """``Engine.evaluate``, by the client's own trainer on its own evaluation examples.
-
-        Raises:
-            FedspanError: If the evaluation fails, changes the frozen base, or lacks the run's metric.
-        """
+        """``Engine.evaluate``, by the client's own trainer on its own evaluation examples."""
         owner = self._get_owner(client)
         owner.adapted.set_base(self.adapted.base)
         with (

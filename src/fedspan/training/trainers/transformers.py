@@ -129,11 +129,7 @@ class TransformersTrainer:
             self.trainer.accelerator.free_memory()
 
     def train(self, plan: RoundPlan, optimizer: JobOptimizer) -> float:
-        """``LocalTrainer.train``.
-
-        Raises:
-            FedspanError: If the trainer made another optimizer, or the training ended before its planned end.
-        """
+        """``LocalTrainer.train``."""
         trainer, epochs = self.trainer, _StoppedEpochs()
         try:
             with (
