@@ -1046,10 +1046,10 @@ def run_scenarios(names: Sequence[str], rows: dict[str, str], path: Path | None)
                     rows.pop(name, None)
                     print(f"FAILED {name}: {error}", flush=True)
                     stage.restore()
-                    continue
-                seconds = f"{time.monotonic() - began:.0f}"
-                rows[name] = f"| {' | '.join((f'`{name}`', outcome.left_out, seconds, date, commit))} |"
-                print(f"{seconds} s  {name}: {outcome.seen}", flush=True)
+                else:
+                    seconds = f"{time.monotonic() - began:.0f}"
+                    rows[name] = f"| {' | '.join((f'`{name}`', outcome.left_out, seconds, date, commit))} |"
+                    print(f"{seconds} s  {name}: {outcome.seen}", flush=True)
                 if path is not None:
                     path.write_text(format_page(rows), encoding="utf-8")
     return failed

@@ -61,7 +61,7 @@ def test_an_infinite_metric_is_as_present_as_any_other() -> None:
     for perplexity in (9.0, math.inf):
         released = metric_noise.score_parts(
             {"test": np.arange(100)},
-            lambda *_, value=perplexity: {"loss": 1.0, "perplexity": value},
+            lambda *_, value=perplexity: ({"loss": 1.0, "perplexity": value}, 100),
             metric_noise.MetricLimits(epsilon=1.0),
             make_task("perplexity"),
         )

@@ -146,6 +146,7 @@ def test_a_head_separates_what_the_features_separate_and_is_unsure_of_the_rest()
         assert blind.weight.any(dim=1).all()  # else no gradient would reach the adapters
 
 
+# Classes further apart would need a larger scale than that of the cosines.
 @pytest.mark.parametrize(("features", "count", "apart"), [(300, 600, 0.05), (300, 600, 0.08), (40, 400, 0.2)])
 def test_the_scale_suits_examples_that_the_covariance_was_not_estimated_from(
     features: int, count: int, apart: float

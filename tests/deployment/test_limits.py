@@ -16,6 +16,8 @@ import torch
 
 from fedspan.assembly.head import begin
 from fedspan.assembly.run import Prepared, prepare
+from fedspan.clients import metric_noise
+from fedspan.clients.metric_noise import add_noise
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.node import NodeConfig, NodeLimits
 from fedspan.deployment.handshake import build_node_values, build_server_config
@@ -417,23 +419,47 @@ def test_a_loss_that_is_not_finite_is_hidden_by_noise(mechanism: str, tiny_folde
     assert all(bool(value.isfinite().all()) for value in decode(reply.body).tensors.values())
 
 
-@pytest.mark.parametrize("mechanism", ["local", "dp-sgd"])
+@pytest.mark.parametrize(
+    ("mechanism", "kind", "layers"), [("local", "bert", None), ("dp-sgd", "bert", None), ("dp-sgd", "deep-bert", [1])]
+)
 def test_a_text_on_which_the_chosen_model_fails_is_hidden_by_noise(
-    mechanism: str, tiny_folder: Path, tmp_path: Path
+    mechanism: str,
+    kind: str,
+    layers: list[int] | None,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The tokenizer that the server offers gives one word a number for which its model has no embedding."""
     pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "offered"))
+    shutil.rmtree(folder / "bert")
+    tiny.save_model(kind, folder).rename(folder / "bert")
     tokenizer = json.loads((folder / "bert" / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["admin1"] = 10**6
     (folder / "bert" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    measured: list[tuple[int, int]] = []
+
+    def record(metrics: Any, count: int, examples: int, *args: Any) -> dict[str, float]:
+        measured.append((count, examples))
+        return add_noise(metrics, count, examples, *args)
+
+    monkeypatch.setattr(metric_noise, "add_noise", record)
     service = NodeService(node(folder, tmp_path / "node", limits={"evaluation_epsilon": 0.1}))
     privacy = {"mechanism": mechanism, "clip": 1.0, "noise": 4.0, "randomness": "secret"}
-    run, transport = served(folder, service, privacy=privacy, training={"local_steps": 4, "batch_size": 64})
+    model = {"layers_to_transform": layers}
+    training = {"local_steps": 4, "batch_size": 64}
+    run, transport = served(folder, service, privacy=privacy, training=training, model=model)
     progress = run.federation.begin()
     assert None not in run.evaluator.evaluate_clients(progress)
+    assert any(0 < count < examples for count, examples in measured)
     assert not run.federation.run_round(progress).failures
-    assert decode_reply(service.answer(transport.sent[-1])).parts == ()
+    sent, reply = decode_order(transport.sent[-1]), decode_reply(service.answer(transport.sent[-1]))
+    assert reply.parts == ()
+    before, after = decode(sent.body).tensors, decode(reply.body).tensors
+    assert after.keys() <= before.keys()
+    for name, value in after.items():
+        assert not torch.equal(value, before[name]), name  # it has noise, whatever failed
 
 
 def test_without_noise_the_failure_is_reported(

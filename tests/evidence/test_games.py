@@ -119,7 +119,7 @@ def test_members_are_found_in_plaintext_and_an_audit_holds(
         for protection in ("plain", "local", "secure")
     }
     assert scores["plain"]["membership"] > scores["local"]["membership"]
-    assert scores["secure"]["accuracy"] > 0.4
+    assert scores["secure"]["accuracy"] > 0.3  # a guess has 0.013
     assert scores["local"]["epsilon"] < 8
     assert membership.play_audit(few[:100], 0)["epsilon"] < 8
 

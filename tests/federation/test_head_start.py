@@ -174,15 +174,17 @@ def mislabel(scale: float) -> Callable[[Message], Message]:
     return change
 
 
-@pytest.mark.parametrize("kind", ["class-means", "lda"])
-@pytest.mark.parametrize("scale", [10.0, 1000.0])
+@pytest.mark.parametrize(("kind", "scale"), [("class-means", 10.0), ("class-means", 1000.0), ("lda", 1000.0)])
 def test_features_of_a_false_scale_count_little(prepared: Prepared, kind: Any, scale: float) -> None:
-    """They decided the start: the pooled covariance and the class means grow with the scale."""
+    """They decided the start: the pooled covariance and the class means grow with the scale.
+
+    LDA's weights follow from a larger covariance; they classify the examples (36 % by the largest class) as before.
+    """
     head = replace(prepared.head, kind=kind)
     features = prepared.engine.compute_features(None, prepared.train, np.arange(len(prepared.train)), 2)
     labels = torch.as_tensor(prepared.train.labels)  # type: ignore[attr-defined]
 
-    def start(change: Callable[[Message], Message] | None) -> tuple[float, tuple[Failure, ...]]:
+    def start(change: Callable[[Message], Message] | None) -> tuple[dict[str, Tensor], tuple[Failure, ...]]:
         run = tiny.variant(prepared, prepared.config)
         run.federation.rules = replace(run.federation.rules, validate=True, norm_factor=None)
         all_clients = prepared.federation.clients
@@ -192,13 +194,18 @@ def test_features_of_a_false_scale_count_little(prepared: Prepared, kind: Any, s
             )
         else:
             run.federation.transport = Rescaling(run.federation.transport, "east", change)
-        tensors = start_of(replace(run, head=head))
+        return start_of(replace(run, head=head)), run.federation.pop_events().failures
+
+    def measure(tensors: dict[str, Tensor]) -> float:
         guessed = torch.nn.functional.linear(features, *(tensors[name] for name in HEAD)).argmax(1)
-        return float((guessed == labels).float().mean()), run.federation.pop_events().failures
+        return float((guessed == labels).float().mean())
 
     others, _ = start(None)
     attacked, failures = start(mislabel(scale))
-    assert attacked > others - 0.05
+    assert measure(attacked) > measure(others) - 0.05
+    if kind == "class-means":
+        centered = [(one[HEAD[0]] - one[HEAD[0]].mean(0)).double().flatten() for one in (attacked, others)]
+        assert float(torch.cosine_similarity(*centered, dim=0)) > 0.9
     ((client, reason),) = {(failure.client, failure.reason) for failure in failures}
     assert client == "east"
     assert "its features are longer than the others'" in reason

@@ -329,6 +329,8 @@ def test_a_model_that_computes_nan_is_named(decoders: Path) -> None:
     examples = task.encode(datasets.Dataset.from_list(rows).rename_column("prompt", "text"))
     with pytest.raises(FedspanError, match="the pretrained model computes NaN"):
         fill_reference(task, model, examples, np.arange(3), CPU, 2)
+    fill_reference(task, model, examples, np.arange(2), CPU, 2, survives=True)
+    assert np.isinf(examples.reference[:2]).all()
 
 
 SHAPES = {"l/A": (3, 4), "l/B": (5, 3), "extras/bias": (2,)}

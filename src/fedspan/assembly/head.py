@@ -92,13 +92,13 @@ def _compute_bound(config: RunConfig, adapted: AdaptedModel, layer: OutputLayer)
     """Return the norm to which features are clipped: secure sums need a bound."""
     if config.federation.secure is None:
         return 0.0
-    return _get_feature_norm(adapted) or 2.0 * layer.features**0.5
+    return _get_feature_norm(adapted, pair=6**0.5) or 2.0 * layer.features**0.5  # a pair of opposite vectors
 
 
-def _get_feature_norm(adapted: AdaptedModel) -> float | None:
-    """Return the norm of features of normalized vectors (of a pair's with a cosine of 0); None: they are not."""
+def _get_feature_norm(adapted: AdaptedModel, pair: float = 2.0) -> float | None:
+    """Return the norm of features of normalized vectors, or of a pair's (2: with a cosine of 0); None: they are not."""
     pooling = adapted.model.pooling if isinstance(adapted.model, PooledClassifier) else None
-    return None if pooling is None or not pooling.normalize else 2.0 if pooling.pairs else 1.0
+    return None if pooling is None or not pooling.normalize else pair if pooling.pairs else 1.0
 
 
 def compute_baseline_head(head: HeadStart | None) -> HeadStart | None:

@@ -165,6 +165,7 @@ class Host:
             orders: Orders to train by client id; each is read when its client's training begins.
         """
         keeps_moments, running = self.engine.settings.optimizer_state == "keep", dict[str, OpenTraining]()
+        finished = set[str]()
 
         def make_assignment(training: OpenTraining, job: Job) -> Assignment:
             if self.on_trained is not None:
@@ -197,6 +198,7 @@ class Host:
                 return make_assignment(training, result)
             reply = self._finish_training(training, trained, result)
             del running[assignment.client]
+            finished.add(assignment.client)
             on_reply(reply)
             return None
 
@@ -209,6 +211,8 @@ class Host:
                 if not self.hides_failures or is_explained(error):
                     raise
                 for id in orders:
+                    if id in finished:
+                        continue
                     if id not in running:
                         open_job(id)
                     log.warning("nothing of what was trained is sent: %s", error, exc_info=error)
@@ -424,14 +428,18 @@ class Host:
         data = self._get_data(order)
         job, _ = self._start_job(order, self._decode_message(order))
 
-        def measure(indices: np.ndarray, bounded: bool) -> dict[str, float]:
+        def measure(indices: np.ndarray, bounded: bool) -> tuple[dict[str, float], int]:
             try:
-                return self.engine.evaluate(order.to, job, self.examples, indices, self.batch_size, bounded=bounded)
+                metrics = self.engine.evaluate(order.to, job, self.examples, indices, self.batch_size, bounded=bounded)
+                return metrics, len(indices)
             except Exception as error:
                 if not bounded or is_explained(error):
                     raise
-                log.warning("the worst metrics are sent: %s", error, exc_info=error)
-                return {}
+                log.warning("an example on which the model fails has the worst metrics: %s", error, exc_info=error)
+                if len(indices) == 1:
+                    return {}, 0
+                kept = [row for row in np.split(indices, len(indices)) if measure(row, bounded)[1]]
+                return measure(np.concatenate(kept), bounded) if 0 < len(kept) < len(indices) else ({}, 0)
 
         parts: Mapping[ScoredPart, np.ndarray] = {"validation": data.validation, "test": data.test}
         scores = score_parts(parts, measure, self.metric_limits, self.engine.task)

@@ -67,7 +67,7 @@ def round_count(count: int) -> int:
 
 def score_parts(
     parts: Mapping[ScoredPart, np.ndarray],
-    measure: Callable[..., Mapping[str, float]],
+    measure: Callable[[np.ndarray, bool], tuple[Mapping[str, float], int]],
     limits: MetricLimits,
     task: Task,
 ) -> dict[ScoredPart, Scores]:
@@ -75,18 +75,19 @@ def score_parts(
 
     Args:
         parts: Indices of the examples of each part.
-        measure: Measures the model, of indices of examples and of whether the loss is bounded (``Engine.evaluate``).
+        measure: Measures the model, of indices of examples and of whether the loss is bounded (``Engine.evaluate``);
+            with the number of examples that it measured.
     """
     scores, bounded = dict[ScoredPart, Scores](), limits.epsilon is not None
     for name, indices in parts.items():
         size = limits.sizes.get(name, len(indices))
         if size < max(1, limits.examples):
             continue
-        metrics = measure(indices, bounded) if len(indices) else {}
+        metrics, measured = measure(indices, bounded) if len(indices) else ({}, 0)
         if limits.epsilon is not None:
             # Whether a metric is sent must not depend on it: one example can make a perplexity infinite.
             metrics = {**dict.fromkeys(limits.metrics, math.inf), **metrics}
-            scores[name] = add_noise(metrics, len(indices), size, limits.epsilon, task)
+            scores[name] = add_noise(metrics, measured, size, limits.epsilon, task)
         elif len(indices):
             finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
             scores[name] = {**finite, "examples": float(len(indices))}

@@ -343,7 +343,11 @@ class PrefixCaches:
         if cache is not None and key not in self._replicas:
             is_own = cache.adapted is self.adapted
             self._replicas[key] = cache if is_own else cache.create_replica(self.adapted, self._padding)
-        return self._replicas.get(key)
+        return None if cache is None else self._replicas[key]
+
+    def drop(self, examples: Examples) -> None:
+        """Store nothing of a data set from now on, in any replica."""
+        self._caches[id(examples)] = (examples, None, "the model fails on an example")
 
     def _create(self, examples: Examples, settings: PrefixSettings) -> tuple[PrefixCache | None, str]:
         used_bytes = sum(
@@ -406,4 +410,6 @@ class PrefixCaches:
             indices: Examples that ``ensure`` has computed.
         """
         cache = self._replicas.get(id(examples))  # no cache is made here: the model must not change during a job
-        return nullcontext() if cache is None else cache.prefix.feed(cache.compute_hidden(indices))
+        if cache is None or self._caches[id(examples)][1] is None:
+            return nullcontext()
+        return cache.prefix.feed(cache.compute_hidden(indices))

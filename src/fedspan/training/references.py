@@ -20,7 +20,7 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import enter_evaluation
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import split_evaluation_batches
-from fedspan.training.jobs import NotFiniteError
+from fedspan.training.jobs import NotFiniteError, is_explained
 from fedspan.training.stages import Stages
 
 
@@ -48,6 +48,8 @@ def fill_reference(
     device: torch.device,
     batch_size: int,
     on_done: Callable[[int], None] | None = None,
+    *,
+    survives: bool = False,
 ) -> None:
     """Compute the reference of some examples, in batches of similar length.
 
@@ -55,15 +57,26 @@ def fill_reference(
         examples: The data set; its ``reference`` is filled.
         indices: The examples, (examples,).
         on_done: Called with the number of examples of every batch that is done.
+        survives: Whether an example on which the model fails gets infinite numbers, so that its loss is not finite.
     """
     values: np.ndarray = cast(Any, examples).reference
+
+    def fill(batch: np.ndarray) -> None:
+        try:
+            rows = cast(ReferenceTask, task).compute_reference(model, task.collate(examples, batch.tolist(), device))
+            values[batch] = rows.cpu().double().numpy()
+            if np.isnan(values[batch]).any():
+                problem = "the pretrained model computes NaN"
+                raise NotFiniteError("model.name", "NaN", "a model or model.dtype without it", problem=problem)
+        except Exception as error:
+            if is_explained(error) or not survives:
+                raise
+            values[batch] = np.inf
+            for number in range(len(batch) if len(batch) > 1 else 0):
+                fill(batch[number : number + 1])
+
     for batch in split_evaluation_batches(indices, examples.lengths, batch_size):
-        rows = cast(ReferenceTask, task).compute_reference(model, task.collate(examples, batch.tolist(), device))
-        values[batch] = rows.cpu().double().numpy()
-        if np.isnan(values[batch]).any():
-            raise NotFiniteError(
-                "model.name", "NaN", "a model or model.dtype without it", problem="the pretrained model computes NaN"
-            )
+        fill(batch)
         if on_done is not None:
             on_done(len(batch))
 
@@ -91,7 +104,7 @@ class References:
         self.adapted, self.task, self.stages, self.batch_size = adapted, task, stages, batch_size
 
     @torch.no_grad()
-    def ensure(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
+    def ensure(self, examples: Examples, parts: Sequence[np.ndarray], *, survives: bool = False) -> None:
         """Compute what is missing of some examples; the model has its base, but no job, afterwards.
 
         No other thread may use the model or a replica of it: they share weights, which are those of the pretrained
@@ -100,6 +113,7 @@ class References:
         Args:
             parts: Indices of the examples, those of each client's part separately: the last bits may depend on which
                 examples are computed together.
+            survives: As for ``fill_reference``.
         """
         if not has_reference(self.task):
             return
@@ -122,6 +136,7 @@ class References:
                             adapted.device,
                             self.batch_size,
                             lambda count: self.stages.advance("reference", count),
+                            survives=survives,
                         )
             finally:
                 adapted.set_base(base)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -23,11 +24,20 @@ from fedspan.tasks.single_label import compute_class_offsets, compute_class_weig
 from fedspan.tasks.task import Examples, LabelsWords, Task, get_labels
 from fedspan.training.batching import AlikeGroups, ModelInputs, Padding, split_evaluation_batches
 from fedspan.training.features import FeatureStore, trains_output_layer
-from fedspan.training.jobs import Assignment, PrefixSettings, Privacy, TrainingSettings, convert_out_of_memory
+from fedspan.training.jobs import (
+    Assignment,
+    PrefixSettings,
+    Privacy,
+    TrainingSettings,
+    convert_out_of_memory,
+    is_explained,
+)
 from fedspan.training.optimizers import LocalOptimizer, build_optimizer_spec, clip, join_states
 from fedspan.training.prefix import PrefixCaches
 from fedspan.training.references import References
 from fedspan.training.stages import Stages
+
+log = logging.getLogger(__name__)
 
 _FEATURE_BATCH = 64
 
@@ -110,10 +120,16 @@ class TrainingServices:
         """``Engine.prepare``; ``run`` is that of ``PrefixCaches.ensure``."""
         if self.splits_alike:
             parts = [group for part in parts for group in self.alike.split(examples, part)]
-        self.references.ensure(examples, parts)
-        self._require_calls(examples, parts)
-        self.padding.ensure(examples)
-        self.prefixes.ensure(examples, parts, run)
+        self.references.ensure(examples, parts, survives=self.splits_alike)
+        try:
+            self._require_calls(examples, parts)
+            self.padding.ensure(examples)
+            self.prefixes.ensure(examples, parts, run)
+        except Exception as error:
+            if is_explained(error) or not self.splits_alike:
+                raise
+            log.warning("hidden states are not stored: the model fails on an example: %s", error)
+            self.prefixes.drop(examples)  # in passes through the whole model, each example fails alone
 
     def prepare_job(self, job: Job, examples: Examples, indices: np.ndarray) -> None:
         """Precompute what a job's passes can skip. The model loses its job."""
