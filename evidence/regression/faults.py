@@ -1021,7 +1021,7 @@ def format_page(rows: Mapping[str, str]) -> str:
 
 
 def run_scenarios(names: Sequence[str], rows: dict[str, str], path: Path | None) -> list[str]:
-    """Inject faults into one deployment, and return those that had consequences.
+    """Inject faults into one deployment, and return the names of those that failed their check.
 
     Args:
         names: The faults.

@@ -136,7 +136,7 @@ LIES |= {f"victim's top {top}": (of_agreement(top=top), "have another agreement 
 @pytest.mark.parametrize("lie", others_slow(LIES, ["body", "top", "victim's top 1000.0"]))
 def test_the_others_are_told_to_contribute_nothing(lie: str, tiny_folder: Path, tmp_path: Path) -> None:
     """Two of three nodes are to send nothing but their masks, so that the sum is the victim's update; or the victim
-    alone is told another largest weight, for a sum of noise."""
+    alone is told another largest weight, so that the sum is noise."""
     change, why = LIES[lie]
     run, transport = served(tiny_folder, tmp_path)
     headers: list[str] = []

@@ -164,8 +164,8 @@ class PrivacyConfig(Section):
     clip: float = Field(default=1.0, ge=1e-6, le=1e6)
     """Maximum L2 norm of a client's change (central, local) or of an example's gradient (dp-sgd)."""
     noise: float | None = Field(default=None, ge=1e-9, le=1e9)
-    """Standard deviation of the noise divided by clip; its square must neither under- nor overflow, or accountants do
-    not finish. Default: the smallest that epsilon allows for all rounds."""
+    """Standard deviation of the noise divided by clip, from 1e-9 to 1e9: accountants do not finish where its square
+    under- or overflows. Default: the smallest that epsilon allows for all rounds."""
     epsilon: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Privacy budget: the run ends before a round that would exceed it; default: no budget."""
     delta: float = Field(default=1e-5, gt=0, lt=1)
