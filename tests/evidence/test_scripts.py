@@ -20,7 +20,6 @@ from scipy import stats
 
 from evidence.pages import corpus, methods, outside_reference, subsets
 from evidence.pages.engines.watch import Watch
-from evidence.pages.subsets import Cell
 from fedspan.config import load_config
 from fedspan.data.builtin import find_corpus_file
 from fedspan.errors import FedspanError
