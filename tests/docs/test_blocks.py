@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,13 +34,18 @@ from transformers import AutoTokenizer
 
 import fedspan
 from fedspan.config import parse_config
-from fedspan.config.node import NodeConfig
+from fedspan.config.node import NodeConfig, load_node
 from fedspan.core.method import Method
+from fedspan.deployment.node import NodeService
 from fedspan.methods import registry
+from fedspan.transports.http import node as nodes
+from fedspan.transports.http.admissions import read_admissions
+from fedspan.transports.http.server import prepare_folder
 from helpers import tiny, tiny_decoders
 from helpers.code_blocks import COMMANDS, PAGES, ROOT, Block, blocks_of, calls
-from helpers.command_line import get_program
+from helpers.command_line import done, get_program
 from helpers.hub import save_hub
+from helpers.node_service import introduced
 from helpers.scripts import load_script
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -72,6 +78,8 @@ TRANSCRIPT = Path("docs/first-hour.md")
 """A page with what its commands print; test_the_commands_print_what_the_page_says runs it."""
 FRONT = Path("README.md")
 """A page with what its Python prints."""
+OWNED = Path("docs/own-a-node.md")
+"""A page whose commands stand in its sentences."""
 ON_A_CLUSTER = Path("docs/cluster.md")
 """A page whose Python needs a Ray cluster that runs already."""
 LOOKING = {Path("docs/report.md"), Path("docs/diagnostics.md"), Path("docs/language-models.md")}
@@ -265,6 +273,42 @@ def test_a_page_runs_from_its_first_block_to_its_last(
         elif block.language == "bash":
             for command in calls(block.text, desk):
                 called(command, block)
+
+
+def test_the_commands_of_a_data_owner_run_in_the_order_of_the_page(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first key to another one; between them are the operator's steps, and the server is not reached."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(nodes, "check_server", lambda *_: "reached")
+    monkeypatch.setattr(nodes, "serve", lambda *_: None)
+    server = prepare_folder(tmp_path / "fedspan-server", 9092, ["fl.example.org"], insecure=False)
+    shutil.copy("fedspan-server/ca.crt", "ca.crt")
+    shutil.copy(tiny_folder / "corpus.csv", "messages.csv")
+    file = blocks_of(OWNED)[0].text
+    Path("node.yaml").write_text(file, encoding="utf-8")
+    names = {"NEW": "new.key", "OLD": "node.key", "NEW.pub": "new.key.pub", "NAME": "clinic-a"}
+    printed = dict[str, str]()
+    for command in re.findall(r"(?<!`)`(fedspan [^`]+)`", (ROOT / OWNED).read_text(encoding="utf-8")):
+        if command in ("fedspan budget", "fedspan submit --offer-base"):  # these name an option or a command
+            continue
+        words = [names.get(word, word) for word in shlex.split(command)]
+        printed[command] = done(CliRunner().invoke(get_program(), words[1:]))
+        if "--new-key" in words:
+            admission = ["admit", f"{words[3]}.pub", "--as", "clinic-a"]
+            assert CliRunner().invoke(get_program(), admission).exit_code == (2 if "--replaces" in words else 0)
+        elif command == "fedspan join node.yaml":
+            (config,) = [block.text for block in blocks_of(Path("docs/deployment.md")) if block.language == "yaml"]
+            assert introduced(NodeService(load_node("node.yaml")), yaml.safe_load(config)).waiting
+        elif command == "fedspan approve node.yaml":
+            names["3f9c12"] = printed[command].split()[1][:6]
+        elif "--replace" in words:
+            Path("node.yaml").write_text(file.replace("node.key", "new.key"), encoding="utf-8")
+    assert "server: reached" in printed["fedspan join node.yaml --check"]
+    assert printed["fedspan approve node.yaml 3f9c12"].startswith("approved job ")
+    assert printed["fedspan budget node.yaml"].startswith("fl.example.org, data set ")
+    public = Path("new.key.pub").read_text(encoding="utf-8")
+    assert [one.key for one in read_admissions(server).values() if not one.revoked] == [public.strip()]
 
 
 @pytest.mark.slow  # a minute
