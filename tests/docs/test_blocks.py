@@ -50,19 +50,8 @@ from helpers.scripts import load_script
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 DEPLOYED = (
-    "admit",
-    "approve",
-    "audit",
-    "budget",
-    "flower-app",
-    "health",
-    "host",
-    "join",
-    "renew",
-    "revoke",
-    "server",
-    "status",
-    "submit",
+    *("admit", "approve", "audit", "budget", "flower-app", "health", "host"),
+    *("join", "renew", "revoke", "server", "status", "submit"),
 )
 FRAGMENTS = {
     Path("docs/adding-a-method.md"): (
@@ -78,8 +67,6 @@ TRANSCRIPT = Path("docs/first-hour.md")
 """A page with what its commands print; test_the_commands_print_what_the_page_says runs it."""
 FRONT = Path("README.md")
 """A page with what its Python prints."""
-OWNED = Path("docs/own-a-node.md")
-"""A page whose commands stand in its sentences."""
 ON_A_CLUSTER = Path("docs/cluster.md")
 """A page whose Python needs a Ray cluster that runs already."""
 LOOKING = {Path("docs/report.md"), Path("docs/diagnostics.md"), Path("docs/language-models.md")}
@@ -278,22 +265,21 @@ def test_a_page_runs_from_its_first_block_to_its_last(
 def test_the_commands_of_a_data_owner_run_in_the_order_of_the_page(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the first key to another one; between them are the operator's steps, and the server is not reached."""
+    """They stand in its sentences; between them are the operator's steps, and the server is not reached."""
+    page = Path("docs/own-a-node.md")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(nodes, "check_server", lambda *_: "reached")
     monkeypatch.setattr(nodes, "serve", lambda *_: None)
     server = prepare_folder(tmp_path / "fedspan-server", 9092, ["fl.example.org"], insecure=False)
     shutil.copy("fedspan-server/ca.crt", "ca.crt")
     shutil.copy(tiny_folder / "corpus.csv", "messages.csv")
-    file = blocks_of(OWNED)[0].text
+    file = blocks_of(page)[0].text
     Path("node.yaml").write_text(file, encoding="utf-8")
-    names = {"NEW": "new.key", "OLD": "node.key", "NEW.pub": "new.key.pub", "NAME": "clinic-a"}
-    printed = dict[str, str]()
-    for command in re.findall(r"(?<!`)`(fedspan [^`]+)`", (ROOT / OWNED).read_text(encoding="utf-8")):
-        if command in ("fedspan budget", "fedspan submit --offer-base"):  # these name an option or a command
-            continue
+    names, printed = {"NEW": "b.key", "OLD": "node.key", "NEW.pub": "b.key.pub", "NAME": "clinic-a"}, dict[str, str]()
+    for command in re.findall(r"(?<!`)`(fedspan [^`]+)`", (ROOT / page).read_text(encoding="utf-8")):
         words = [names.get(word, word) for word in shlex.split(command)]
-        printed[command] = done(CliRunner().invoke(get_program(), words[1:]))
+        if command not in ("fedspan budget", "fedspan submit --offer-base"):  # these name an option or a command
+            printed[command] = done(CliRunner().invoke(get_program(), words[1:]))
         if "--new-key" in words:
             admission = ["admit", f"{words[3]}.pub", "--as", "clinic-a"]
             assert CliRunner().invoke(get_program(), admission).exit_code == (2 if "--replaces" in words else 0)
@@ -303,12 +289,12 @@ def test_the_commands_of_a_data_owner_run_in_the_order_of_the_page(
         elif command == "fedspan approve node.yaml":
             names["3f9c12"] = printed[command].split()[1][:6]
         elif "--replace" in words:
-            Path("node.yaml").write_text(file.replace("node.key", "new.key"), encoding="utf-8")
+            Path("node.yaml").write_text(file.replace("node.key", "b.key"), encoding="utf-8")
     assert "server: reached" in printed["fedspan join node.yaml --check"]
     assert printed["fedspan approve node.yaml 3f9c12"].startswith("approved job ")
     assert printed["fedspan budget node.yaml"].startswith("fl.example.org, data set ")
-    public = Path("new.key.pub").read_text(encoding="utf-8")
-    assert [one.key for one in read_admissions(server).values() if not one.revoked] == [public.strip()]
+    admitted = [one.key for one in read_admissions(server).values() if not one.revoked]
+    assert admitted == [Path("b.key.pub").read_text(encoding="utf-8").strip()]
 
 
 @pytest.mark.slow  # a minute
@@ -367,8 +353,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hub")
-    return save_hub(folder)
+    return save_hub(tmp_path_factory.mktemp("hub"))
 
 
 @pytest.fixture(scope="module")

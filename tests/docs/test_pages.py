@@ -65,9 +65,7 @@ OF_SCRIPTS = {
         *("--auth-supernode-private-key", "--disable-runtime-dependency-installation", "--node-config"),
         *("--run-config", "--simulation", "--trusted-entities"),
     },
-    Path("docs/claims/fedloru.md"): {"--accumulate"},
-    Path("docs/methods/fedloru.md"): {"--accumulate"},
-    Path("docs/published-code.md"): {"--accumulate"},
+    **{Path(f"docs/{name}.md"): {"--accumulate"} for name in ("claims/fedloru", "methods/fedloru", "published-code")},
 }
 """Options of scripts, of Flower and of published code, by the page that names them."""
 
