@@ -284,7 +284,7 @@ def test_what_evaluation_sends_is_in_the_ledger_and_apart_from_the_training(tiny
     assert totals.run("down").bytes == report.bytes["down"]
     rows = list(read_lines(tmp_path / "run" / "ledger.jsonl"))
     asked = [row for row in rows if row["purpose"] == "evaluate"]
-    assert len(asked) == 4 * len(tiny.SITES)  # of the start, after each round, and of the best one at the end
+    assert len(asked) == 3 * len(tiny.SITES)  # of the start and after each round, of which the last is the best
     sent = sum(row["bytes"] for row in asked)
     assert report.other_bytes == {"evaluate": {"down": sent, "up": 0}}
 

@@ -167,16 +167,20 @@ def test_too_few_second_replies_fail_the_round_as_a_whole(built: Prepared, tmp_p
     assert differences(clean.run_round(clean.begin()).progress.state, again.progress.state) == []
 
 
-def test_a_client_that_lost_its_training_says_so_and_is_sent_everything_next(built: Prepared, tmp_path: Path) -> None:
-    made, transport = connect(built, tmp_path)
-    host, store = transport.hosts[LOST], DiskClientStore(tmp_path / "elsewhere")
+def forget_before_second(host: Host, folder: Path) -> None:
+    """Let a client lose what it stores between its training and the second exchange."""
     answer = host.answer
 
     def forget(order: Order) -> Reply:
-        host.store = store if order.task == "second" else DiskClientStore(tmp_path)
+        host.store = DiskClientStore(folder / "elsewhere" if order.task == "second" else folder)
         return answer(order)
 
     host.answer = forget
+
+
+def test_a_client_that_lost_its_training_says_so_and_is_sent_everything_next(built: Prepared, tmp_path: Path) -> None:
+    made, transport = connect(built, tmp_path)
+    forget_before_second(transport.hosts[LOST], tmp_path)
     result: RoundResult = made.run_round(made.begin())
     (failure,) = result.failures
     assert failure.client == LOST
@@ -192,13 +196,7 @@ def test_a_client_that_lost_everything_between_later_exchanges_trains_in_the_nex
     made, transport = connect(built, tmp_path)
     progress, host = made.run_round(made.begin()).progress, transport.hosts[LOST]
     answer = host.answer
-
-    def forget(order: Order) -> Reply:
-        if order.task == "second":
-            host.store = DiskClientStore(tmp_path / "elsewhere")
-        return answer(order)
-
-    host.answer = forget
+    forget_before_second(host, tmp_path)
     result = made.run_round(progress)
     assert [one.client for one in result.failures] == [LOST]
     assert LOST not in result.progress.last_rounds

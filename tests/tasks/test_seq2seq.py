@@ -63,33 +63,30 @@ def test_the_loss_is_transformers_own_and_predictions_add_up_to_it(kind: str, tm
     assert predictions[:, 1].tolist() == is_target.sum(1).tolist()
 
 
+def train_alike(values: dict[str, Any], **tolerance: float) -> tuple[dict[str, torch.Tensor], str]:
+    """Train by both engines to the same tensors; returns them, and why clients share no passes."""
+    loop, batched = (prepare(parse_config({**values, "engine": {"name": name}})) for name in ("loop", "batched"))
+    tensors, same = tiny.final_tensors(loop), tiny.final_tensors(batched)
+    for name, value in tensors.items():
+        torch.testing.assert_close(same[name], value, **tolerance)
+    assert isinstance(batched.engine, BatchedEngine)
+    return tensors, str(batched.engine.refusal)
+
+
 @pytest.mark.parametrize("kind", others_slow(FAMILIES, ["t5"]))
 def test_clients_share_passes_with_the_results_of_the_loop(kind: str, tmp_path: Path) -> None:
     values = tiny_seq2seq.settings(tmp_path, kind, federation={"rounds": 2}, training={"label_smoothing": 0.1})
-    tensors = {}
-    for engine in ("loop", "batched"):
-        prepared = prepare(parse_config({**values, "engine": {"name": engine}}))
-        tensors[engine] = tiny.final_tensors(prepared)
-        if isinstance(prepared.engine, BatchedEngine):
-            assert prepared.engine.refusal is None
-    names = {name.partition("/")[0] for name in tensors["loop"]}
+    tensors, refusal = train_alike(values, rtol=1e-4, atol=2e-5)
+    assert refusal == "None"
+    names = {name.partition("/")[0] for name in tensors}
     assert {name.split(".")[-1] for name in names} == set(tiny_seq2seq.TARGETS[kind])
     assert any(".decoder." in f".{name}" for name in names)
     assert any(".encoder." in f".{name}" for name in names)
-    for name, value in tensors["loop"].items():
-        torch.testing.assert_close(tensors["batched"][name], value, rtol=1e-4, atol=2e-5)
 
 
 def test_with_dropout_clients_train_one_by_one_and_equal_the_loop(tmp_path: Path) -> None:
     values = tiny_seq2seq.settings(tmp_path, federation={"rounds": 1}, training={"lora_dropout": 0.3})
-    tensors = {}
-    for engine in ("loop", "batched"):
-        prepared = prepare(parse_config({**values, "engine": {"name": engine}}))
-        tensors[engine] = tiny.final_tensors(prepared)
-        if isinstance(prepared.engine, BatchedEngine):
-            assert "dropout masks are drawn for one pass" in str(prepared.engine.refusal)
-    for name, value in tensors["loop"].items():
-        torch.testing.assert_close(tensors["batched"][name], value, rtol=1e-5, atol=1e-6)
+    assert "dropout masks are drawn for one pass" in train_alike(values, rtol=1e-5, atol=1e-6)[1]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
