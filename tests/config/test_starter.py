@@ -30,10 +30,8 @@ from helpers.written_data import write_table
 
 
 def refused(field: str, words: str, path: Path, **options: Any) -> None:
-    with pytest.raises(FedspanError) as caught:
+    with refused_field(field, re.escape(words)):
         config_of(path, **options)
-    assert caught.value.field == field
-    assert words in str(caught.value)
 
 
 TEXTS = [f"a longer text number {number} about something" for number in range(60)]

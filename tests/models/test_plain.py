@@ -5,6 +5,7 @@ Also Transformers models that read neither tokens nor images.
 
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -22,7 +23,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fedspan
-from fedspan.errors import FedspanError
 from fedspan.models import loading, merging
 from fedspan.models.heads import Head
 from fedspan.models.plain import adopt_module, is_plain_module, read_dtype, read_state_dict, write_state_dict
@@ -181,10 +181,8 @@ def test_the_card_has_the_call_that_starts_the_run_again(example: ModuleType, fi
 def test_what_does_not_fit_is_refused(example: ModuleType, tmp_path: Path) -> None:
     def refused(field: str, words: str, **changes: Any) -> None:
         given = arguments(example, **changes.pop("sections", {})) | changes
-        with pytest.raises(FedspanError) as caught:
+        with refused(field, re.escape(words)):
             fedspan.run(folder=tmp_path / "run", **given)
-        assert caught.value.field == field
-        assert words in str(caught.value)
 
     attention = {"model": {"target_modules": ["out_proj"]}}
     refused("model.target_modules", "uses its weight without a call", sections=attention)
