@@ -31,6 +31,7 @@ from fedspan.federation.protocol import Order, Reply, decode_order, decode_reply
 from fedspan.federation.serialization import decode
 from fedspan.models.export import read_adapter
 from fedspan.runs import start
+from fedspan.tasks.classification import SequenceClassification
 from helpers import tiny
 from helpers.listeners import Notes
 from helpers.node_service import CLIENT, Direct, introduced, node, serve, served, values
@@ -420,18 +421,25 @@ def test_a_loss_that_is_not_finite_is_hidden_by_noise(mechanism: str, tiny_folde
 
 
 @pytest.mark.parametrize(
-    ("mechanism", "kind", "layers"), [("local", "bert", None), ("dp-sgd", "bert", None), ("dp-sgd", "deep-bert", [1])]
+    ("mechanism", "kind", "layers", "place"),
+    [
+        *(("local", "bert", None, "model"), ("dp-sgd", "bert", None, "model"), ("dp-sgd", "deep-bert", [1], "model")),
+        *(("dp-sgd", "bert", None, "collation"), ("dp-sgd", "bert", None, "sum")),
+    ],
 )
 def test_a_text_on_which_the_chosen_model_fails_is_hidden_by_noise(
     mechanism: str,
     kind: str,
     layers: list[int] | None,
+    place: str,
     tiny_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The tokenizer that the server offers gives one word a number for which its model has no embedding."""
     pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
+    from fedspan.training.noisy_sum import NoisySum  # needs Opacus
+
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "offered"))
     shutil.rmtree(folder / "bert")
     tiny.save_model(kind, folder).rename(folder / "bert")
@@ -444,6 +452,21 @@ def test_a_text_on_which_the_chosen_model_fails_is_hidden_by_noise(
         measured.append((count, examples))
         return add_noise(metrics, count, examples, *args)
 
+    def collate(*args: Any, collate: Any = SequenceClassification.collate) -> dict[str, torch.Tensor]:
+        batch = collate(*args)
+        if (batch["input_ids"] == 10**6).any():
+            raise IndexError("outside of the model")
+        return batch
+
+    def add(sums: NoisySum, gradients: Any, add: Any = NoisySum.add) -> None:
+        if len(next(iter(gradients.values()))):
+            raise IndexError("no way to leave out the example")
+        add(sums, gradients)
+
+    if place == "collation":
+        monkeypatch.setattr(SequenceClassification, "collate", collate)
+    elif place == "sum":
+        monkeypatch.setattr(NoisySum, "add", add)
     monkeypatch.setattr(metric_noise, "add_noise", record)
     service = NodeService(node(folder, tmp_path / "node", limits={"evaluation_epsilon": 0.1}))
     privacy = {"mechanism": mechanism, "clip": 1.0, "noise": 4.0, "randomness": "secret"}

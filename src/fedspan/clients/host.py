@@ -165,12 +165,14 @@ class Host:
             orders: Orders to train by client id; each is read when its client's training begins.
         """
         keeps_moments, running = self.engine.settings.optimizer_state == "keep", dict[str, OpenTraining]()
-        finished = set[str]()
+        finished, failed = set[str](), list[str]()
 
         def make_assignment(training: OpenTraining, job: Job) -> Assignment:
             if self.on_trained is not None:
                 job = replace(job, want_moments=True)
             assignment = training.make_assignment(job, keeps_moments)
+            if assignment.client in failed:
+                return replace(assignment, indices=assignment.indices[:0], ignored=assignment.count)
             if self.checkpoints is None:
                 return assignment
             return replace(assignment, checkpoint=self.checkpoints.open(training.order, len(training.parts)))
@@ -210,13 +212,14 @@ class Host:
             except Exception as error:  # on one of the examples, by the model that the server chose
                 if not self.hides_failures or is_explained(error):
                     raise
-                for id in orders:
-                    if id in finished:
-                        continue
-                    if id not in running:
-                        open_job(id)
-                    log.warning("nothing of what was trained is sent: %s", error, exc_info=error)
-                    on_reply(self._finish_untrained(running[id]))
+                log.warning("nothing of what was trained is sent: %s", error, exc_info=error)
+                failed += [id for id in orders if id not in finished]
+                if self.engine.privacy is not None and self.engine.privacy.mechanism == "dp-sgd":
+                    # An untrained reply would have no noise. Without examples, no further failure tells of them.
+                    self.engine.train_all(self.examples, dict.fromkeys(failed, 0), open_job, finish_job)
+                    return
+                for id in failed:
+                    on_reply(self._finish_untrained(running[id] if id in running else self._open_training(orders[id])))
 
     def _get_data(self, order: Order) -> ClientData:
         return _select_local(self.clients, order.to)
@@ -277,7 +280,7 @@ class Host:
 
     @property
     def hides_failures(self) -> bool:
-        """Whether failed training has an untrained client's reply: the server may choose a model that fails on some."""
+        """Whether failed training has a reply, with noise only: the server may choose a model that fails on some."""
         return bool(self.agreed) and self._is_private
 
     def _finish_untrained(self, training: OpenTraining) -> Reply:
