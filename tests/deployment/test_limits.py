@@ -27,7 +27,7 @@ from fedspan.deployment.usage import Release, UsageBook
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.progress import ClientData, TooFewReplies
-from fedspan.federation.protocol import Order, Reply, decode_order, decode_reply
+from fedspan.federation.protocol import Order, decode_order, decode_reply
 from fedspan.federation.serialization import decode
 from fedspan.models.export import read_adapter
 from fedspan.runs import start
@@ -188,7 +188,7 @@ class Coded(Direct):
 
     def __init__(self, service: NodeService, examples: int) -> None:
         super().__init__(service)
-        self.examples, self.came = examples, list[Reply]()
+        self.examples = examples
         self.biases = -10 * torch.tensor([0.0, 1.0, examples + 1.0, (examples + 1.0) ** 2])
 
     def replies(self, envelopes: Any, seconds: float, *, wait_for_offline: bool = False) -> Any:
@@ -202,10 +202,8 @@ class Coded(Direct):
             }
             assert len(changed) == 2
             body = serialization.encode(replace(message, tensors={**message.tensors, **changed}))
-            answer = self.service.answer(replace(order, body=body).to_envelope())
-            self.came.append(decode_reply(answer))
+            yield from super().replies({id: replace(order, body=body).to_envelope()}, seconds)
             assert self.came[-1].failed is None
-            yield id, answer
 
     def decode(self, loss: float) -> list[int]:
         """Read the number of examples of each label from a loss."""

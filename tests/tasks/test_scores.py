@@ -31,7 +31,6 @@ from fedspan.tasks.task import Examples
 from fedspan.tasks.text_embedding import measure_retrieval
 from fedspan.tasks.text_scores import TEXT_METRICS, compute_text_scores, is_exact_match
 from fedspan.tasks.token_scores import SCORES, compute_token_metrics, mark_ends, score_tokens
-from fedspan.tasks.trainer import TrainerExamples, TrainerTask
 from helpers.fixed_logits import Fixed
 from helpers.sharpened_task import OWN
 
@@ -324,12 +323,6 @@ def test_biases_of_different_sizes_write_no_counts_into_a_loss() -> None:
         values.add(round(measure(biases.expand(count, 3), examples), 6))
     assert len(splits) == 91
     assert len(values) == count + 1  # the number of examples with the first label, which loses nothing
-
-
-def test_a_mean_is_left_out_where_single_losses_are_unknown() -> None:
-    """One example may change it by as much as the whole range, which no noise would hide."""
-    metrics = {"loss": 1.5, "accuracy": 0.5}
-    assert bound_loss(TrainerTask("loss"), metrics, None, TrainerExamples(20), range(20)) == {"accuracy": 0.5}
 
 
 @pytest.mark.parametrize(("loss", "bound"), [("sigmoid", 2 * math.log(2)), ("hinge", 2.0), ("ipo", 50.0)])
