@@ -56,7 +56,8 @@ def test_an_order_differs_in_nothing_from_what_was_agreed(asked: tuple[Direct, O
     """Round 50 of three, another learning rate, another weight: all that the node can compute itself."""
     transport, order = asked
     assert order.client is not None
-    client = order.client
+    client, message = order.client, serialization.decode(order.body)
+    longer = {name: value.repeat(3, 1) if name.endswith("/A") else value for name, value in message.tensors.items()}
     changes: list[tuple[dict[str, Any], str]] = [
         ({"round": 49}, "`limits.rounds`: an order for round 50 of a run with 3 rounds"),
         ({"round": 3}, "an order for round 4 of a run with 3 rounds"),
@@ -68,6 +69,7 @@ def test_an_order_differs_in_nothing_from_what_was_agreed(asked: tuple[Direct, O
         ({"client": replace(client, examples=10**6)}, "the order has client.examples"),
         ({"client": replace(client, rank=10**6)}, "Expected a rank of the run's config: [2]"),
         ({"client": replace(client, scaling=0.0)}, "the order has client.scaling 0.0"),
+        ({"body": serialization.encode(replace(message, tensors=longer))}, "Expected factors of at most rank 2"),
     ]
     for number, (change, why) in enumerate(changes):
         said = refusal(transport, replace(order, serial=order.serial + number * 10**6, **change))

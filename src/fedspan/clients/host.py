@@ -26,6 +26,7 @@ from fedspan.clients.statistics import StatisticsLimits, compute_client_statisti
 from fedspan.clients.store import ClientStore, compute_state_digest
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Method
+from fedspan.core.parametrization import MultiHeadCore
 from fedspan.core.recent import RecentValues
 from fedspan.core.tensors import Tensors, split_extras
 from fedspan.core.values import Client, Contribution, Job, Message, Trained
@@ -252,7 +253,10 @@ class Host:
         else:
             base = self._shared
         memory = stored.memory if order.client is not None else {}
-        return self.method.start(message, order.client, memory, order.round), replace(stored, base=base)
+        job = self.method.start(message, order.client, memory, order.round)
+        if order.client is not None:
+            _require_rank(job, order.client.rank)
+        return job, replace(stored, base=base)
 
     def _open_training(self, order: Order) -> OpenTraining:
         data, client, privacy = self._get_data(order), _require_client(order), self.engine.privacy
@@ -461,6 +465,16 @@ def _require_client(order: Order) -> Client:
     if order.client is None or order.client.id != order.to:
         raise ValueError(f"an order of kind {order.task!r} names another client, or none")
     return order.client
+
+
+def _require_rank(job: Job, rank: int) -> None:
+    """Check that the factors that a server sent have no larger rank than the one that was agreed on."""
+    for layer, parametrization in job.parametrization.items():
+        if isinstance(parametrization, MultiHeadCore):  # between factors that the client draws
+            continue
+        for name in (f"{layer}/A", f"{layer}/V"):
+            if name in job.tensors and len(job.tensors[name]) > rank:
+                raise FedspanError("message.tensors", name, f"factors of at most rank {rank}")
 
 
 def _set_true_examples(client: Client, data: ClientData) -> Client:
