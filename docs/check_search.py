@@ -48,6 +48,12 @@ ANSWERS = {
     "image classification": "images",
     "named entity recognition": "text-tasks",
     "custom loss function": "your-task",
+    "resuming a run": "faq",
+    "approving runs": "own-a-node",
+    "replacing keys": "own-a-node",
+    "installing": "",
+    "stragglers": "asynchronous",
+    "poisoning": "robustness",
 }
 """Questions, and the page that answers each; empty: the first one."""
 WORKER = """

@@ -21,16 +21,16 @@ COMMON = ("r", "lora_alpha", "use_rslora")
 """Options of every method, which docs/config.md explains."""
 INTRO = """# All methods in tables
 
-A method is `method.name` in a config, a wrapper an entry of `method.wrappers`. Each key links to its page, with
-equations, options and deviations. [Choosing a method](choosing.md) recommends one.
+Set a method as `method.name` in your config, and wrappers in `method.wrappers`. Follow a key to its equations,
+options and deviations. We recommend methods under [how to choose](choosing.md).
 
-The numbers are elements per layer, client and round, without the head. A layer has m outputs and n inputs, r is the
-rank, r_i that of client i, K the number of replies. `fedspan plan` computes the bytes for your model.
+We count elements per layer, client and round, without the head. A layer has m outputs and n inputs, r is the
+rank, r_i that of client i, K the number of replies. Run `fedspan plan` for the bytes of your model.
 
 - **Exact**: the new global weight equals the weighted mean of the clients' weights, to rounding.
-- **Ranks**: clients may have different ranks (`federation.ranks`).
-- **Sums**: the server needs only a sum of the replies, so secure aggregation and robust means apply.
-- **Personal**: each client ends with a model of its own.
+- **Ranks**: you can give clients different ranks (`federation.ranks`).
+- **Sums**: the server needs only a sum of the replies, so you can use secure aggregation and robust means.
+- **Personal**: each client ends with its own model.
 """
 PAGE = """# {name}
 

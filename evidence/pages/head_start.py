@@ -1,46 +1,25 @@
-"""Heads before any training by pooling and kind of start, and fine-tuning with and without statistics.
+"""Heads before any training by pooling and kind of start.
 
     python -m evidence.pages.head_start --data PATH/data
-    python -m evidence.pages.head_start --data PATH/data --models PATH/models --rounds
 
-The first command measures accuracy and cross-entropy on Banking77: every fifth training example, ten clients by a
-Dirichlet distribution of 0.3, every fourth test example. Statistics go through the run's own exchange, so bytes are
-those of the ledger. A second table has the same head where every client leaves out classes with few examples
+The tables have accuracy and cross-entropy on Banking77: every fifth training example, ten clients by a Dirichlet
+distribution of 0.3, every fourth test example. Statistics go through the run's own exchange, so bytes are those of the
+ledger. A second table has the same head where every client leaves out classes with few examples
 (``limits.class_examples`` of nodes).
-
-The second one runs the config of ``fedspan init`` with statistics for ``ROUNDS`` rounds, and without them for
-``HEAD_ROUNDS`` more, which train the head alone. Subsets and partitions are those of ``subsets.py``. Finished runs are
-not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import json
 import tempfile
 from pathlib import Path
-from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evidence.pages.subsets import PARTITIONS, Cell, config_of
-
 if TYPE_CHECKING:
     from fedspan.assembly.run import Prepared
-
-NAMES = ("Fashion-MNIST", "PACS", "SST-2", "reviews, domain", "Banking77")
-ROUNDS, HEAD_ROUNDS = 8, 5
-STARTS = {
-    "lda": ("model.head_init=lda", f"federation.rounds={ROUNDS}"),
-    "random": (
-        "model.head_init=random",
-        f"model.head_rounds={HEAD_ROUNDS}",
-        f"federation.rounds={ROUNDS + HEAD_ROUNDS}",
-    ),
-}
-"""Starts of the head, as changes of init's config."""
 
 
 def sample(source: Path, target: Path, step: int) -> str:
@@ -78,57 +57,6 @@ def measure_counted(prepared: Prepared, least: int) -> tuple[float, int]:
         kept += int(numbers[numbers >= least].sum())
         classes |= set(np.flatnonzero(numbers >= least).tolist())
     return kept / len(labels), len(classes)
-
-
-def measure_rounds(cell: Cell, start: str, args: argparse.Namespace) -> tuple[float, float]:
-    """Test accuracy of the round that a run exports, and of its last one."""
-    import fedspan
-    from fedspan.config import load_config
-
-    folder = get_folder(cell, start, args)
-    if not (folder / "report.json").is_file():
-        init = config_of(cell, args)
-        path = folder.with_suffix(".yaml")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(init.model_dump(mode="json")), encoding="utf-8")
-        changes = ["baselines=[]", "federation.early_stopping=null", "evaluation.every=4", *STARTS[start]]
-        fedspan.run(load_config(path, changes), folder, resume=True)
-    report = json.loads((folder / "report.json").read_text())
-    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    return report["scores"]["test"]["accuracy"], last["test"]["accuracy"]
-
-
-def get_folder(cell: Cell, start: str, args: argparse.Namespace) -> Path:
-    """Folder of a run."""
-    return args.out / "runs" / f"{cell.stem}-{start}"
-
-
-def compare_rounds(args: argparse.Namespace) -> None:
-    """Print the table of fine-tuning with and without statistics; differences with 95 % intervals."""
-    from fedspan.experiments.intervals import estimate_difference
-    from fedspan.runs.predictions import read_items
-
-    print("| data | partition | with statistics | without | difference |\n|---|---|---|---|---|")
-    for name in args.only:
-        for partition in PARTITIONS:
-            values = {
-                start: [measure_rounds(Cell(name, partition, seed), start, args) for seed in args.seeds]
-                for start in args.starts
-            }
-            cells = [
-                f"{100 * mean(v[0] for v in value):.1f} ({100 * mean(v[1] for v in value):.1f})"
-                for value in values.values()
-            ]
-            if len(values) == len(STARTS):
-                lda, random = ([one[0] for one in values[start]] for start in STARTS)
-                items = [
-                    tuple(
-                        read_items(get_folder(Cell(name, partition, seed), start, args)) for start in ("random", "lda")
-                    )
-                    for seed in args.seeds
-                ]
-                cells.append(estimate_difference("accuracy", random, lda, items).format("accuracy"))
-            print("| " + " | ".join([name, partition, *cells]) + " |", flush=True)
 
 
 def measure_starts(args: argparse.Namespace) -> None:
@@ -169,14 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the data sets")
     parser.add_argument("--model", default="builtin:all-minilm-l6-v2")
-    parser.add_argument("--rounds", action="store_true", help="the table of fine-tuning")
-    parser.add_argument("--models", type=Path, help="folder with mobilenet_v2")
-    parser.add_argument("--out", type=Path, default=Path("runs/head-start"))
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="SET")
-    parser.add_argument("--starts", nargs="+", choices=list(STARTS), default=list(STARTS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    args = parser.parse_args()
-    (compare_rounds if args.rounds else measure_starts)(args)
+    measure_starts(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
 """What plain tools reach on the same rows: scikit-learn and PEFT beside runs of fedspan.
 
-    python -m evidence.pages.head_start --data PATH/data --models PATH/models --rounds --seeds 0 1 2 3 4
-    python -m evidence.pages.outside_reference --data PATH/data --models PATH/models --runs runs/head-start
+    python -m evidence.pages.outside_reference --data PATH/data --models PATH/models
 
 The references have all rows in one place and use nothing of fedspan: logistic regression on the frozen features of the
 model, and LoRA (r = 8) on all its linear layers (1x1 convolutions of images), with a head that starts from that
 regression (warm) or at random (cold). Rate, number of epochs and the regression's penalty are chosen once for a set, on
-a tenth of the training rows of seed 0; then all rows are trained on. Rows and partitions are those of ``subsets.py``
-and ``head_start.py``; ``--runs`` names the folders of their runs, which are read as far as they are finished. A tool's
-cell is written to ``--out`` when it is finished, so the script can be stopped at any moment, and ``--print`` prints the
-table of what there is.
+a tenth of the training rows of seed 0; then all rows are trained on. fedspan runs the config of ``fedspan init`` as it
+is, and with a head that starts at random, as in a deployment.
+
+A cell is written to ``--cells`` when it is finished, so the script can be stopped at any moment. Those in the
+repository are not measured again. ``--print`` prints the table of what there is and saves its picture.
 """
 
 import argparse
 import csv
 import json
 import math
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,25 +29,29 @@ import numpy as np
 import peft
 import torch
 import transformers
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from PIL import Image
 from scipy import stats
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
-from evidence.pages.head_start import HEAD_ROUNDS, NAMES, ROUNDS
-from evidence.pages.subsets import PARTITIONS, SETS, Cell, ImageSet, write_data
+from evidence.claims.report import save_figure
+from evidence.pages.subsets import PARTITIONS, SETS, Cell, ImageSet, config_of, write_data
 
 RATES = (5e-4, 1e-3, 2e-3, 5e-3)
 PENALTIES = (0.1, 1.0, 10.0, 100.0)
 EPOCHS, BATCH = 10, 32
 HEADS = ("warm", "cold")
 REGRESSION = "logistic regression on frozen features"
-RUNS = {
-    "": "fedspan, as init writes it",
-    "-lda": f"fedspan, {ROUNDS} rounds, with statistics",
-    "-random": f"fedspan, {ROUNDS + HEAD_ROUNDS} rounds, without",
+NAMES = ("Fashion-MNIST", "PACS", "SST-2", "reviews, domain", "Banking77")
+STARTS = {
+    "fedspan": (),
+    "fedspan, without statistics": ("model.head_init=random", "model.head_rounds=5", "federation.rounds=25"),
 }
-"""Rows of fedspan by the ending of a run's folder."""
+"""Rows of fedspan, as changes of init's config."""
+CELLS = Path("docs/results/outside-reference.json")
 
 
 class TextEncoder:
@@ -175,6 +180,10 @@ def train_peft(
         if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1))
     ]
     encoder.model = peft.get_peft_model(encoder.model, peft.LoraConfig(r=8, lora_alpha=16, target_modules=layers))
+    for module in encoder.model.modules():
+        if isinstance(module, peft.tuners.lora.Conv2d):  # MobileNetV2 reads them to pad its inputs
+            base = module.get_base_layer()
+            module.stride, module.kernel_size, module.dilation = base.stride, base.kernel_size, base.dilation
     trained = [*(value for value in encoder.model.parameters() if value.requires_grad), *head.parameters()]
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
     steps, targets = EPOCHS * -(-len(train.inputs) // BATCH), torch.from_numpy(train.targets)
@@ -210,20 +219,25 @@ def draw_batches(inputs: Sequence[str]) -> list[list[int]]:
 
 
 class Cells:
-    """Finished results by name, one file for all."""
+    """Finished results by name, one file for all processes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.values: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        self.values = self._read()
 
     def get(self, key: str, compute: Callable[[], Any]) -> Any:
         """Return a result, which is computed and written if there is none."""
         if key not in self.values:
             began = time.monotonic()
-            self.values[key] = compute()
-            self.path.write_text(json.dumps(self.values, indent=1))
-            print(f"{key}: {self.values[key]} ({time.monotonic() - began:.0f} s)", flush=True)
+            value = compute()
+            self.values = {**self._read(), key: value}
+            lines = (f"{json.dumps(name)}: {json.dumps(self.values[name])}" for name in sorted(self.values))
+            self.path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+            print(f"{key}: {value} ({time.monotonic() - began:.0f} s)", flush=True)
         return self.values[key]
+
+    def _read(self) -> dict[str, Any]:
+        return json.loads(self.path.read_text(encoding="utf-8")) if self.path.is_file() else {}
 
 
 def choose(name: str, args: argparse.Namespace, cells: Cells) -> tuple[float, dict[str, tuple[float, int]]]:
@@ -286,50 +300,114 @@ def measure_references(name: str, seed: int, args: argparse.Namespace, cells: Ce
         cells.get(f"{name} | {seed} | PEFT, {kind} head", lambda kind=kind: score_peft(kind))
 
 
-def read_runs(name: str, partition: str, args: argparse.Namespace) -> dict[str, dict[int, float]]:
-    """Read the test accuracy of fedspan's finished runs, by row and seed."""
-    rows: dict[str, dict[int, float]] = {}
-    for folder in args.runs:
-        for ending, title in RUNS.items():
+def measure_fedspan(cell: Cell, args: argparse.Namespace, cells: Cells) -> None:
+    """Measure the test accuracy of the model that fedspan exports, with both starts of the head."""
+    import fedspan
+    from fedspan.config import load_config
+
+    def run(changes: Sequence[str]) -> dict[str, Any]:
+        folder = args.out / "runs" / f"{cell.stem}-{len(changes)}"
+        path = folder.with_suffix(".yaml")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(config_of(cell, args).model_dump(mode="json")), encoding="utf-8")
+        report = fedspan.run(load_config(path, ["baselines=[]", *changes]), folder, resume=True)
+        start = report.start["test"]["accuracy"]
+        code = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=True)
+        values = {"accuracy": report.scores["test"]["accuracy"], "start": start, "code": code.stdout.strip()}
+        return {**values, "seconds": round(report.seconds), "bytes": report.bytes["up"]}
+
+    for title, changes in STARTS.items():
+        cells.get(f"{cell.name} | {cell.partition} | {cell.seed} | {title}", lambda changes=changes: run(changes))
+
+
+def read_rows(name: str, cells: Mapping[str, Any], args: argparse.Namespace) -> dict[tuple[str, str], dict[int, float]]:
+    """Read the accuracies of a set by partition and row, then by seed."""
+    rows: dict[tuple[str, str], dict[int, float]] = {}
+    for seed in args.seeds:
+        for title in (REGRESSION, *(f"PEFT, {kind} head" for kind in HEADS)):
+            if (value := cells.get(f"{name} | {seed} | {title}")) is not None:
+                rows.setdefault(("pooled", title), {})[seed] = value
+    for partition in PARTITIONS:
+        for title in STARTS:
             for seed in args.seeds:
-                path = folder / "runs" / f"{Cell(name, partition, seed).stem}{ending}" / "report.json"
-                if not path.is_file():
-                    continue
-                report = json.loads(path.read_text(encoding="utf-8"))
-                final = f" and {report['final_rounds']} on all examples" if report["final_rounds"] else ""
-                rows.setdefault(f"{title}{final}", {})[seed] = report["scores"]["test"]["accuracy"]
+                if (value := cells.get(f"{name} | {partition} | {seed} | {title}")) is not None:
+                    rows.setdefault((partition, title), {})[seed] = value["accuracy"]
     return rows
 
 
+def compute_ratios(scores: Mapping[int, float], best: Mapping[int, float]) -> list[float]:
+    """Compute the logarithms of the error rates over those of a reference, by seed."""
+    return [
+        math.log((1 - scores[seed]) / (1 - best[seed])) for seed in scores if max(scores[seed], best.get(seed, 1)) < 1
+    ]
+
+
+def estimate(values: Sequence[float], level: float) -> tuple[float, float]:
+    """Return the mean and its upper limit of a level, one-sided, by Student's t."""
+    center, count = mean(values), len(values)
+    if count < 2:
+        return center, math.inf
+    return center, center + float(stats.t.ppf(level, count - 1)) * stdev(values) / math.sqrt(count)
+
+
 def format_interval(values: Sequence[float]) -> str:
-    """Format the mean of accuracies in per cent with its 95 % interval by Student's t, if there are several seeds."""
-    center = 100 * mean(values)
-    if len(values) < 2:
-        return f"{center:.1f}"
-    half = 100 * float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
-    return f"{center:.1f} ({center - half:.1f} to {center + half:.1f})"
+    """Format the mean of accuracies in per cent with its 95 % interval, if there are several seeds."""
+    center, upper = (100 * value for value in estimate(values, 0.975))
+    return f"{center:.1f} ({2 * center - upper:.1f} to {upper:.1f})" if values[1:] else f"{center:.1f}"
+
+
+def format_ratio(values: Sequence[float]) -> str:
+    """Format a geometric mean with its 95 % interval."""
+    center, upper = estimate(values, 0.975)
+    return f"{math.exp(center):.2f} ({math.exp(2 * center - upper):.2f} to {math.exp(upper):.2f})" if values[1:] else ""
 
 
 def build_table(cells: Mapping[str, Any], args: argparse.Namespace) -> str:
-    """Build the table of all finished cells; errors are those of a row over those of PEFT's better head, by seed."""
-    lines = ["| data | partition | what | seeds | accuracy, % | errors / PEFT's |", "|---|---|---|---:|---:|---:|"]
+    """Build the table of all finished cells, and the mean ratios over the sets with their upper limits.
+
+    Errors are those of a row over those of the reference, by seed: PEFT with the better of both heads, and regression.
+    """
+    lines = ["| data | partition | what | seeds | accuracy, % | errors / PEFT's | errors / regression's |"]
+    lines.append("|---|---|---|---:|---:|---:|---:|")
+    means: dict[tuple[str, str], list[float]] = {}
     for name in args.only:
-        references = {
-            title: {seed: cells[key] for seed in args.seeds if (key := f"{name} | {seed} | {title}") in cells}
-            for title in (REGRESSION, *(f"PEFT, {kind} head" for kind in HEADS))
-        }
-        heads = [scores for title, scores in references.items() if title != REGRESSION and scores]
+        rows = read_rows(name, cells, args)
+        heads = [scores for (_, title), scores in rows.items() if title.startswith("PEFT")]
         best = max(heads, key=lambda scores: mean(scores.values()), default={})
-        tables = {"pooled": references, **{partition: read_runs(name, partition, args) for partition in PARTITIONS}}
-        for partition, rows in tables.items():
-            for title, scores in rows.items():
-                if not scores:
-                    continue
-                shared = [seed for seed in scores if best.get(seed, 1.0) < 1.0]
-                ratio = mean((1 - scores[seed]) / (1 - best[seed]) for seed in shared) if shared else None
-                cells_of_row = (name, partition, title, f"{len(scores)}", format_interval(list(scores.values())))
-                lines.append(f"| {' | '.join(cells_of_row)} | {'' if ratio is None else f'{ratio:.2f}'} |")
+        for (partition, title), scores in rows.items():
+            ratios = [compute_ratios(scores, one) for one in (best, rows.get(("pooled", REGRESSION), {}))]
+            if title in STARTS and ratios[0]:
+                means.setdefault((partition, title), []).append(mean(ratios[0]))
+            texts = ("" if scores is best else format_ratio(ratios[0]), format_ratio(ratios[1]))
+            texts = (texts[0], "" if title == REGRESSION else texts[1])
+            lines.append(
+                "| "
+                + " | ".join((name, partition, title, f"{len(scores)}", format_interval(list(scores.values())), *texts))
+                + " |"
+            )
+    lines += ["", "| partition | what | sets | errors / PEFT's | upper limit |", "|---|---|---:|---:|---:|"]
+    for (partition, title), values in means.items():
+        center, upper = (math.exp(value) for value in estimate(values, 0.95))
+        lines.append(f"| {partition} | {title} | {len(values)} | {center:.2f} | {upper:.2f} |")
     return "\n".join(lines)
+
+
+def draw_accuracies(cells: Mapping[str, Any], args: argparse.Namespace) -> Figure:
+    """Draw the mean accuracies of all rows, a line of points for each set."""
+    figure, axes = plt.subplots(figsize=(8, 0.6 * len(args.only) + 1.6), layout="constrained")
+    titles: list[tuple[str, str]] = []
+    for height, name in enumerate(args.only):
+        for key, scores in read_rows(name, cells, args).items():
+            titles += [] if key in titles else [key]
+            row = titles.index(key)
+            place = height + (0.1 * (row - 3) if key[0] != "pooled" else 0)
+            axes.plot(100 * mean(scores.values()), place, "o|^vsDPX"[row], color=f"C{row}", markersize=7)
+    axes.set_yticks(range(len(args.only)), args.only)
+    axes.invert_yaxis()
+    axes.set_xlabel("test accuracy, %")
+    handles = [Line2D([], [], marker="o|^vsDPX"[row], color=f"C{row}", linestyle="") for row in range(len(titles))]
+    figure.legend(handles, [": ".join(key) for key in titles], loc="outside lower center", ncols=2, frameon=False)
+    return figure
 
 
 def main() -> None:
@@ -337,19 +415,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the data sets")
     parser.add_argument("--models", type=Path, help="folder with mobilenet_v2")
-    parser.add_argument("--runs", type=Path, nargs="*", default=[], help="folders of fedspan's runs")
-    parser.add_argument("--out", type=Path, default=Path("runs/outside-reference"), help="folder of the results")
+    parser.add_argument("--out", type=Path, default=Path("runs/outside-reference"), help="folder of data and runs")
+    parser.add_argument("--cells", type=Path, default=CELLS, help="file of the results")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="SET")
     parser.add_argument("--print", action="store_true", help="measure nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
-    cells = Cells(args.out / "cells.json")
+    cells = Cells(args.cells)
     for seed in () if args.print else args.seeds:
         for name in args.only:
             measure_references(name, seed, args, cells)
+            for partition in PARTITIONS:
+                measure_fedspan(Cell(name, partition, seed), args, cells)
     print(build_table(cells.values, args))
+    save_figure(draw_accuracies(cells.values, args), args.cells.parent, "defaults")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,12 @@ class FedspanError(Exception):
         expected: What would be right, as a noun phrase that can follow "Expected". Empty if ``problem`` is complete.
         problem: The problem, as one or more sentences that can follow ``field:``. None: that no value is given, or
             that this one is not accepted.
+
+    Examples:
+        >>> try:
+        ...     fedspan.load_config("config.yaml", ["method.name=fedot"])
+        ... except fedspan.FedspanError as error:
+        ...     print(error.field, error.value, error)
     """
 
     def __init__(self, field: str, value: object, expected: str = "", *, problem: str | None = None) -> None:

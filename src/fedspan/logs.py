@@ -65,11 +65,7 @@ def _compute_digest(head: str, body: bytes) -> str:
 
 
 def _read_lines(path: Path, data: bytes, head: str = EMPTY.head, first: int = 1) -> Iterator[tuple[int, bytes, str]]:
-    """Yield number, content without ``chain``, and ``chain`` of every complete line.
-
-    Args:
-        data: Content of the file from the line ``first`` on.
-    """
+    """Yield number, content without ``chain``, and ``chain`` of every complete line from the line ``first`` on."""
     *lines, rest = data.split(b"\n")
     for number, line in enumerate(lines, first):
         match = _CHAIN.search(line)

@@ -20,7 +20,7 @@ from fedspan.experiments.execution import FinishedRuns
 from fedspan.experiments.series import Step
 from fedspan.reproduction import reproduce
 from fedspan.reproduction.presets import Preset, list_presets, read_preset
-from helpers import tiny
+from helpers import refusals, tiny
 from helpers.command_line import Call
 
 
@@ -133,7 +133,7 @@ def test_all_rows_share_a_rate_under_the_matched_protocol(
 
 
 def test_a_protocol_that_a_preset_lacks_is_named(preset: Path, tmp_path: Path) -> None:
-    with pytest.raises(FedspanError, match=r"`protocol`"):
+    with refusals.refused("protocol", r"`protocol`"):
         reproduce.reproduce("tiny-table1", tmp_path / "none", data=preset, protocol="matched")
     assert not (tmp_path / "none").exists()
 
@@ -289,5 +289,5 @@ def test_mistakes(arguments: list[str], field: str, refused: Callable[..., str])
 
 def test_a_folder_with_other_things_is_refused(preset: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FedspanError, match=r"holds other files"):
+    with refusals.refused("folder", r"holds other files"):
         reproduce.reproduce("tiny-table1", tmp_path, data=preset)

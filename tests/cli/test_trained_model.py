@@ -11,8 +11,7 @@ import yaml
 from peft import PeftModel
 
 import fedspan
-from fedspan.errors import FedspanError
-from helpers import tiny, tiny_decoders, tiny_images
+from helpers import refusals, tiny, tiny_decoders, tiny_images
 from helpers.command_line import Call, Write, done
 
 
@@ -51,7 +50,7 @@ def test_options_that_describe_no_data_are_refused(call: Call, finished: Path, t
     for option in (("--label", "intent"), ("--role", "tokens=words"), ("--set", "data.label=intent")):
         assert "no data are given" in call("evaluate", finished, *option).stderr
     (tmp_path / "new.csv").write_text("text,label\nadmin1,admin\n")
-    with pytest.raises(FedspanError, match="only one test set is measured"):
+    with refusals.refused("run_data", "only one test set is measured"):
         fedspan.evaluate(finished, data=tmp_path / "new.csv", run_data=tmp_path / "new.csv")
     refused = call("evaluate", finished, "--tasks", "mmlu", "--text-pair", "b")
     assert "cannot be combined with --tasks" in refused.stderr
@@ -59,7 +58,7 @@ def test_options_that_describe_no_data_are_refused(call: Call, finished: Path, t
 
 def test_a_model_of_single_texts_takes_no_pairs(call: Call, finished: Path) -> None:
     assert done(call("predict", finished, "admin1\tword3")) == done(call("predict", finished, "admin1 word3"))
-    with pytest.raises(FedspanError, match="Expected single texts, as in this model's training"):
+    with refusals.refused("texts", "Expected single texts, as in this model's training"):
         fedspan.predict(finished, [("admin1", "word3")])
 
 

@@ -1,6 +1,7 @@
 """A first config for any file: what is found in it, which columns it names, and that only its beginning is read."""
 
 import json
+import re
 import time
 import tracemalloc
 from dataclasses import replace
@@ -24,6 +25,7 @@ from fedspan.errors import FedspanError
 from fedspan.planning.estimate import plan
 from fedspan.tasks import registry
 from fedspan.tasks.registry import TASKS, get_task
+from helpers.refusals import refused as refused_field
 from helpers.written_data import write_table
 
 
@@ -502,7 +504,16 @@ def test_the_model_its_layers_and_the_method_are_those_requested() -> None:
     assert values["model"] == {"name": "no", "target_modules": ["query", "value"]}
     assert values["method"]["name"] == "fedavg"
     assert rendered()["model"] == {"name": "a/model"}
-    assert rendered(model="builtin:all-minilm-l6-v2")["model"]["layers_to_transform"] == [4, 5]
+
+
+def test_fast_adapts_the_last_layers_at_a_rate_of_their_own() -> None:
+    text, targets = "builtin:all-minilm-l6-v2", get_default_model("sequence-classification")[1]
+    every, fast = (rendered(model=text, targets=targets, fast=fast) for fast in (False, True))
+    assert every["model"] == {"name": text, "target_modules": ["query", "key", "value", "dense"]}
+    assert fast["model"] == {"name": text, "target_modules": ["query", "value"], "layers_to_transform": [4, 5]}
+    assert (every["training"]["lr"], fast["training"]["lr"]) == (1e-3, 3e-3)
+    with refused_field("--fast"):
+        rendered(fast=True)
 
 
 @pytest.mark.parametrize("task", ["sequence-classification", "causal-lm", "regression"])
@@ -524,7 +535,11 @@ def test_layers_are_suggested_where_peft_has_no_default(tmp_path: Path) -> None:
     task = "image-classification"
     assert suggest_target_modules(task, None) == get_default_model(task)[1]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mobilenet_v2"}))
-    assert "1x1" in str(suggest_target_modules(task, str(tmp_path)))
+    every = suggest_target_modules(task, str(tmp_path))
+    names = [f"m.layer.{number}.{part}_1x1.convolution" for number in (0, 14) for part in ("expand", "reduce")]
+    fast = rendered(task, model=str(tmp_path), targets=every, fast=True)["model"]["target_modules"]
+    for pattern, found in ((yaml.safe_load(str(every)), names), (fast, names[2:])):
+        assert [name for name in names if re.fullmatch(pattern, name)] == found
     (tmp_path / "config.json").write_text("{")
     assert suggest_target_modules(task, str(tmp_path)) is None  # plan and run say why it cannot be read
     assert suggest_target_modules(task, str(tmp_path / "missing")) is None

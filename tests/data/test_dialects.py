@@ -18,7 +18,6 @@ from fedspan.data.config import DataConfig
 from fedspan.data.dialects import detect_dialect, has_header
 from fedspan.data.encodings import convert_to_utf8, decode
 from fedspan.data.loading import load
-from fedspan.errors import FedspanError
 from helpers.refusals import refused
 
 REVIEWS = ["Great film, really", "Too long; too slow", "I liked it | mostly", 'He said "no"', "Fine", "A\tB test, ok"]
@@ -181,10 +180,10 @@ def test_other_numbers_of_columns_are_not_matched_by_position(tmp_path: Path) ->
     config = DataConfig(
         train=str(tmp_path / "train.csv"), test=str(tmp_path / "test.csv"), text="remark", label="verdict"
     )
-    with pytest.raises(FedspanError, match=r"no column named 'remark' in .*test\.csv"):
+    with refused("data.text"):
         load(config)
     (tmp_path / "test.csv").write_text("\n".join(_ROWS) + "\n", encoding="utf-8")
-    with pytest.raises(FedspanError, match=r"leave data\.header out, or insert a line"):
+    with refused("data.text"):
         load(config.model_copy(update={"header": True}))
 
 

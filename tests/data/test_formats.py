@@ -33,6 +33,7 @@ from fedspan.data.loading import load
 from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError
 from fedspan.tasks.registry import get_task
+from helpers import refusals
 from helpers.refusals import Refused
 
 SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
@@ -249,7 +250,7 @@ def test_a_sheet_without_a_header(tmp_path: Path) -> None:
     assert "the first line looks like an example" in data.notes[0]
     named = load(DataConfig(train=str(path), columns=["text", "label"], test_fraction=0))
     assert named.train.column_names == ["text", "label"]
-    with pytest.raises(FedspanError, match="expected 3 columns, got 2"):
+    with refusals.refused("data.train"):
         load(DataConfig(train=str(path), columns=["text", "label", "more"]))
 
 
@@ -337,7 +338,7 @@ def test_unusual_lines_are_detected_and_read_alike(content: str, expected: list[
 def test_a_line_without_a_tag_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.conll"
     path.write_text("one\tO\n\ntwo\tB-x\nthree\tDrug\n")
-    with pytest.raises(FedspanError, match=r"line 4: 'three\\tDrug' is not a word with a tag"):
+    with refusals.refused("data.train"):
         load(DataConfig(train=str(path)), task=TASK)
 
 
@@ -364,7 +365,7 @@ def test_a_file_whose_beginning_has_no_entity_is_read(tmp_path: Path) -> None:
 def test_tags_without_a_type_are_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text("helps\tO\nAspirin\tB\n\nRest\tO\n")
-    with pytest.raises(FedspanError, match=r"line 2: 'Aspirin\\tB' is not a word with a tag.*names the type"):
+    with refusals.refused("data.train"):
         load(DataConfig(train=str(path), test_fraction=0), task=TASK)
 
 
@@ -403,7 +404,7 @@ def test_a_name_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.csv").touch()
     monkeypatch.setattr(Path, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
-    with pytest.raises(FedspanError, match=r"`data\.train`.*Permission denied"):
+    with refusals.refused("data.train"):
         digest(tmp_path / "a.csv")
 
 

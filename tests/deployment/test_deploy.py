@@ -36,7 +36,7 @@ from fedspan.training.stages import Stages
 from fedspan.transports.http import node as nodes
 from fedspan.transports.http.keys import renew_authority
 from fedspan.transports.http.server import prepare_folder
-from helpers import tiny
+from helpers import refusals, tiny
 from helpers.command_line import get_program
 from helpers.fuzzing import mangled
 from helpers.node_service import values
@@ -160,7 +160,7 @@ def test_a_resumed_run_offers_the_same_base(tiny_folder: Path, tmp_path: Path, m
     link: Any = SimpleNamespace(folder=tmp_path, authority=None)
     with monkeypatch.context() as context:
         context.setattr(deploy, "find_local_base", lambda *_: None)  # of a model that cannot be offered
-        with pytest.raises(FedspanError, match="can be offered"):
+        with refusals.refused("--offer-base"):
             deploy.submit(values(tiny_folder), tmp_path / "plain", link, offer=True)
     for name, offer in (("offered", True), ("plain", False)):
         started = name == "plain"
@@ -179,7 +179,7 @@ def test_a_base_that_is_no_folder_of_the_server_cannot_be_offered(tiny_folder: P
     assert deploy._find_offered_base(config) == Path(config.model.name)
     for name in ("builtin:all-minilm-l6-v2", "clinic/encoder"):
         other = config.model_copy(update={"model": config.model.model_copy(update={"name": name})})
-        with pytest.raises(FedspanError, match="can be offered"):
+        with refusals.refused("--offer-base"):
             deploy._find_offered_base(other)
 
 
@@ -251,13 +251,13 @@ def test_images_and_units_can_load_the_default_model(path: Path, extras: set[str
 
 @pytest.mark.parametrize("id", ["", "two\nlines", "\x1b[31m"])
 def test_an_id_that_is_no_text_is_refused(id: str, authority: Path, tmp_path: Path) -> None:
-    with pytest.raises(FedspanError, match="--bundle"):
+    with refusals.refused("--bundle"):
         write_bundle(tmp_path / "bundles", id, "fl.example.org:9092", authority)
 
 
 def test_a_bundle_is_not_replaced(authority: Path, tmp_path: Path) -> None:
     write_bundle(tmp_path / "bundles", "clinic-a", "fl.example.org:9092", authority)
-    with pytest.raises(FedspanError, match="exists"):
+    with refusals.refused("--bundle"):
         write_bundle(tmp_path / "bundles", "clinic-a", "fl.example.org:9092", authority)
 
 
@@ -270,10 +270,10 @@ def test_a_server_writes_bundles_and_a_data_owner_checks_its_own(tmp_path: Path)
     assert "fedspan admit node.key.pub --as clinic-a --server" in said
     write_examples(bundle / "data" / "train.csv")
     call("join", "--new-key", str(bundle / "node.key"))
-    with pytest.raises(FedspanError, match=r"no connection to localhost:1 \(.*Connection refused\)"):
+    with refusals.refused("server", r"no connection to localhost:1 \(.*Connection refused\)"):
         check_node(bundle / "node.yaml")
     (bundle / "data" / "train.csv").unlink()
-    with pytest.raises(FedspanError, match=r"data\.train"):
+    with refusals.refused("data.train"):
         check_node(bundle / "node.yaml")
 
 
@@ -314,7 +314,7 @@ def test_a_check_passes_and_says_what_it_saw(tmp_path: Path, monkeypatch: pytest
     assert "scores: none will be sent, because about 2 examples are for validation" in said
     assert "server: reached" in said
     (bundle / "node.key").chmod(0o644)
-    with pytest.raises(FedspanError, match="others can read the key"):
+    with refusals.refused("key", "others can read the key"):
         check_node(bundle / "node.yaml")
 
 

@@ -20,6 +20,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from helpers import node_service, tiny
 from helpers.listeners import Notes
+from helpers.refusals import refused
 
 
 def write(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def test_an_app_has_the_config_and_no_code(simulated: bool, tiny_folder: Path, t
     assert app["config"]["folder"] == str(tmp_path / "runs")
     for component, module in (("serverapp", flower_server), ("clientapp", flower_client)):
         assert app["components"][component] == f"{module.__name__}:app"
-    with pytest.raises(FedspanError, match="an empty folder"):
+    with refused("FOLDER", "an empty folder"):
         write(tmp_path, values)
 
 
@@ -53,7 +54,7 @@ def test_an_app_s_folder_may_have_any_name_that_toml_can_have(tiny_folder: Path,
 
 def test_a_folder_whose_name_toml_cannot_have_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny.settings(tiny_folder)))
-    with pytest.raises(FedspanError, match="--out"):
+    with refused("--out"):
         write_app(tmp_path / "app", tmp_path / "run.yaml", tmp_path / "\udcff")
     assert list((tmp_path / "app").iterdir()) == []
 
@@ -70,7 +71,7 @@ def test_a_simulation_finds_the_files_of_a_config_from_every_folder(
 
 
 def test_data_that_are_no_section_are_named_as_in_any_config(tiny_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(FedspanError, match=r"^`?data"):
+    with refused("data", r"^`?data"):
         write(tmp_path, {**tiny.settings(tiny_folder), "data": "corpus.csv"})
 
 
@@ -93,7 +94,7 @@ def test_what_flower_cannot_do_is_refused_before_anything_is_written(
 
 def test_a_relative_folder_is_refused() -> None:
     settings = {"config": "{}", "folder": "runs", "resume": "", "wait": 1.0, "simulated": False}
-    with pytest.raises(FedspanError, match="absolute path"):
+    with refused("folder", "absolute path"):
         flower_server._run(None, SimpleNamespace(run_config=settings, run_id=5))  # pyright: ignore
 
 
@@ -109,7 +110,7 @@ def test_an_owner_s_host_gets_every_message_whatever_the_app_says(
 
 def test_a_supernode_without_a_host_is_told_what_it_needs() -> None:
     context = SimpleNamespace(node_config={}, run_config={"simulated": False})
-    with pytest.raises(FedspanError, match="--node-config"):
+    with refused("fedspan-host", "--node-config"):
         flower_client._answer(context, "{}", b"")  # pyright: ignore
 
 
@@ -178,7 +179,7 @@ def test_a_node_that_comes_back_counts_once_as_what_it_is_now(
 ) -> None:
     replies: list[tuple[int, Envelope | str]] = [(1, introduced("a")), (1, again), (2, introduced("b"))]
     if gathered is None:
-        with pytest.raises(FedspanError, match=r"1 of 2 nodes .*its node failed"):
+        with refused("nodes", r"1 of 2 nodes .*its node failed"):
             gather(monkeypatch, replies)
     else:
         assert gather(monkeypatch, replies)[0][0] == gathered
@@ -200,6 +201,6 @@ def test_a_resumed_run_needs_the_clients_with_which_it_began(monkeypatch: pytest
 
 def test_too_few_nodes_are_an_error_with_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     replies = [(1, introduced("a")), (2, introduced("b", version="0.0.9")), (3, introduced("c", examples=0))]
-    with pytest.raises(FedspanError, match=r"1 of 2 nodes.*b: it runs fedspan 0\.0\.9.*c: it declares no") as caught:
+    with refused("nodes", r"1 of 2 nodes.*b: it runs fedspan 0\.0\.9.*c: it declares no") as caught:
         gather(monkeypatch, replies)
     assert caught.value.field == "nodes"

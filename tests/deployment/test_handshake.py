@@ -21,7 +21,7 @@ from fedspan.federation.protocol import Envelope
 from fedspan.runs.train import run
 from fedspan.transports.http import admissions, invitations
 from fedspan.transports.http import server as servers
-from helpers import tiny
+from helpers import refusals, tiny
 from helpers.captured_log import CapturedLog
 from helpers.listeners import Notes
 from helpers.node_service import CLIENT, introduced, invitation, node, serve, values
@@ -98,13 +98,13 @@ def test_only_nodes_of_other_minor_releases_are_refused(
     if version.startswith("0.1"):
         assert meet(replies)[0] == ({CLIENT: 7}, {CLIENT: 5})
         return
-    with pytest.raises(FedspanError, match=r"and this is 0\.1\.7: install fedspan 0\.1"):
+    with refusals.refused("nodes", r"and this is 0\.1\.7: install fedspan 0\.1"):
         meet(replies)
 
 
 def test_a_refusal_is_final_and_named(meet: Meet) -> None:
     refused = "`limits.approve`: the node's operator refused job 3f9c: no consent"
-    with pytest.raises(FedspanError, match="refused job 3f9c: no consent"):
+    with refusals.refused("nodes", "refused job 3f9c: no consent"):
         meet([{"refused": WAITING, "waiting": True}, {"refused": refused}])
 
 
@@ -115,7 +115,7 @@ def test_a_node_that_declares_more_than_it_was_admitted_with_enters_no_secure_su
     admitted = admissions.Admission(CLIENT, "ecdsa-sha2-nistp384 key", max_examples=5)
     monkeypatch.setattr(admissions, "read_admissions", lambda link: {7: admitted})
     replies = [{"examples": 2**53 - 1, "base": "b"}]
-    with pytest.raises(FedspanError, match=r"declares \d+ examples and was admitted with at most 5 \(--max-examples\)"):
+    with refusals.refused("nodes", r"declares \d+ examples and was admitted with at most 5 \(--max-examples\)"):
         meet(replies, secure={})
     assert meet(replies)[0] == ({CLIENT: 7}, {CLIENT: 2**53 - 1})
     assert meet([{"examples": 5, "base": "b"}], secure={})[0][1] == {CLIENT: 5}
@@ -217,7 +217,7 @@ def test_nothing_in_an_introduction_is_obeyed_by_a_terminal(
 def test_a_node_neither_refuses_nor_waits_in_the_name_of_another(meet: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
     admitted = admissions.Admission("twin", "ecdsa-sha2-nistp384 key")
     monkeypatch.setattr(admissions, "read_admissions", lambda link: {7: admitted})
-    with pytest.raises(FedspanError, match="this node was admitted as twin") as refused:
+    with refusals.refused("nodes", "this node was admitted as twin") as refused:
         meet([{"refused": "clinic has left the study"}])
     assert "left the study" not in str(refused.value)
     assert f"{CLIENT}:" not in str(refused.value)
@@ -270,7 +270,7 @@ def test_a_node_has_one_id_in_a_run(
 
 def test_a_node_that_declares_no_examples_takes_no_part(meet: Meet) -> None:
     """Where it alone replied, the round would have no weight at all."""
-    with pytest.raises(FedspanError, match="declares no training examples"):
+    with refusals.refused("nodes", "declares no training examples"):
         meet([{"examples": 0, "base": "b"}])
 
 

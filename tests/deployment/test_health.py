@@ -40,6 +40,7 @@ from helpers.another_user import as_another_user
 from helpers.captured_log import CapturedLog
 from helpers.families import others_slow
 from helpers.node_service import node, served
+from helpers.refusals import refused
 
 
 def age(folder: Path, seconds: float) -> None:
@@ -417,7 +418,7 @@ def test_only_the_named_users_may_connect(allowed: bool) -> None:
 
 
 def test_a_host_that_does_not_listen_is_an_error_of_the_forwarding_app(tmp_path: Path) -> None:
-    with pytest.raises(FedspanError, match="fedspan host"):
+    with refused("fedspan-host", "fedspan host"):
         forward(str(tmp_path / "host.sock"), "{}", b"")
 
 
@@ -448,7 +449,7 @@ def test_a_host_replaces_the_socket_that_a_killed_one_left_and_removes_its_own(t
 
 def test_a_host_leaves_the_socket_of_a_living_one(tmp_path: Path) -> None:
     with listening() as path:
-        with pytest.raises(FedspanError, match="another process listens"):
+        with refused("--socket"):
             host.host(write_node(tmp_path), path)
         assert forward(str(path), "{}", b"body") == ("{}", b"body")
 
@@ -507,11 +508,11 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 def test_a_host_replaces_no_other_file(tmp_path: Path) -> None:
     path = tmp_path / "host.sock"
     path.write_text("mine")
-    with pytest.raises(FedspanError, match="--socket"):
+    with refused("--socket"):
         host.host(write_node(tmp_path), path)
     assert path.read_text() == "mine"
 
 
 def test_the_user_of_the_supernode_exists(tmp_path: Path) -> None:
-    with pytest.raises(FedspanError, match="--user"):
+    with refused("--user"):
         host.host(write_node(tmp_path), tmp_path / "host.sock", "no-such-user")

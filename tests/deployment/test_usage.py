@@ -24,7 +24,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Masking, Order, decode_order, decode_reply
 from fedspan.logs import AuditLog
 from fedspan.training.accounting import Charge, Mechanism
-from helpers import tiny
+from helpers import refusals, tiny
 from helpers.command_line import get_program
 from helpers.node_service import introduced, node, served, values
 from helpers.refusals import refused
@@ -59,7 +59,7 @@ def test_rounds_are_counted_over_all_runs(tmp_path: Path) -> None:
     book(tmp_path, **limits).record_order(replace(ORDER, serial=9, attempt=2), (), "job")
     assert book(tmp_path, **limits).get_account().rounds == 2
     book(tmp_path, **limits).require_run("third", 1)
-    with pytest.raises(FedspanError, match="this server has used 2 rounds of this node's data, and 2 more exceed"):
+    with refusals.refused("limits.rounds"):
         book(tmp_path, **limits).require_run("third", 2)
     book(tmp_path, **limits).record_order(replace(ORDER, body=b"another model"), (), "job")
     assert book(tmp_path, **limits).get_account().rounds == 3
@@ -179,7 +179,7 @@ def test_no_other_spelling_copy_or_change_of_the_data_opens_a_new_account(
     assert first.get_account().rounds == 1
     assert first.get_account().contents[1:] == (changed.content,)
     for data in (str(file), "another name.csv"):  # a new name does not separate them from what was used of them
-        with pytest.raises(FedspanError, match="these training data have a budget already, as data set 'data'"):
+        with refusals.refused("data_id", "these training data have a budget already, as data set 'data'"):
             book(tmp_path, data=data, name="renamed").record_run("renamed")
 
 
@@ -495,7 +495,7 @@ def test_a_key_that_replaces_another_continues_its_book(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "new").mkdir()
     first, second = tmp_path / "old" / "a.pem", tmp_path / "new" / "b.pem"
-    with pytest.raises(FedspanError, match="the key that the node used before"):
+    with refusals.refused("--replaces"):
         usage_markers.continue_book(second, first)
     assert not (tmp_path / "new" / "b.pem.budget").exists()
     usage_markers.write_marker(tmp_path / "old" / "a.pem.budget", "digest of the book")
@@ -523,7 +523,7 @@ def test_a_chain_ends_in_a_book_or_in_nothing(tmp_path: Path) -> None:
 
 
 def test_a_marker_that_cannot_be_written_names_the_cure(tmp_path: Path) -> None:
-    with pytest.raises(FedspanError, match="Free some space on the node"):
+    with refusals.refused("run folder", "Free some space on the node"):
         usage_markers.write_marker(tmp_path / "missing" / "a.budget", "digest")
 
 

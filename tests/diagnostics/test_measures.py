@@ -136,12 +136,12 @@ def test_mistakes(run: Path, arguments: list[str], said: str) -> None:
 
 
 def test_no_run_and_a_deployments_run(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(FedspanError, match=r"the folder of a run"):
+    with refused("run folder", r"the folder of a run"):
         fedspan.diagnose(tmp_path)
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
-    with pytest.raises(FedspanError, match="the data of this run's clients are on other machines"):
+    with refused("run folder", "the data of this run's clients are on other machines"):
         fedspan.diagnose(copy)
 
 

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,30 +34,24 @@ from transformers import AutoTokenizer
 
 import fedspan
 from fedspan.config import parse_config
-from fedspan.config.node import NodeConfig
+from fedspan.config.node import NodeConfig, load_node
 from fedspan.core.method import Method
+from fedspan.deployment.node import NodeService
 from fedspan.methods import registry
+from fedspan.transports.http import node as nodes
+from fedspan.transports.http.admissions import read_admissions
+from fedspan.transports.http.server import prepare_folder
 from helpers import tiny, tiny_decoders
 from helpers.code_blocks import COMMANDS, PAGES, ROOT, Block, blocks_of, calls
-from helpers.command_line import get_program
+from helpers.command_line import done, get_program
 from helpers.hub import save_hub
+from helpers.node_service import introduced
 from helpers.scripts import load_script
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 DEPLOYED = (
-    "admit",
-    "approve",
-    "audit",
-    "budget",
-    "flower-app",
-    "health",
-    "host",
-    "join",
-    "renew",
-    "revoke",
-    "server",
-    "status",
-    "submit",
+    *("admit", "approve", "audit", "budget", "flower-app", "health", "host"),
+    *("join", "renew", "revoke", "server", "status", "submit"),
 )
 FRAGMENTS = {
     Path("docs/adding-a-method.md"): (
@@ -267,6 +262,41 @@ def test_a_page_runs_from_its_first_block_to_its_last(
                 called(command, block)
 
 
+def test_the_commands_of_a_data_owner_run_in_the_order_of_the_page(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stand in its sentences; between them are the operator's steps, and the server is not reached."""
+    page = Path("docs/own-a-node.md")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(nodes, "check_server", lambda *_: "reached")
+    monkeypatch.setattr(nodes, "serve", lambda *_: None)
+    server = prepare_folder(tmp_path / "fedspan-server", 9092, ["fl.example.org"], insecure=False)
+    shutil.copy("fedspan-server/ca.crt", "ca.crt")
+    shutil.copy(tiny_folder / "corpus.csv", "messages.csv")
+    file = blocks_of(page)[0].text
+    Path("node.yaml").write_text(file, encoding="utf-8")
+    names, printed = {"NEW": "b.key", "OLD": "node.key", "NEW.pub": "b.key.pub", "NAME": "clinic-a"}, dict[str, str]()
+    for command in re.findall(r"(?<!`)`(fedspan [^`]+)`", (ROOT / page).read_text(encoding="utf-8")):
+        words = [names.get(word, word) for word in shlex.split(command)]
+        if command not in ("fedspan budget", "fedspan submit --offer-base"):  # these name an option or a command
+            printed[command] = done(CliRunner().invoke(get_program(), words[1:]))
+        if "--new-key" in words:
+            admission = ["admit", f"{words[3]}.pub", "--as", "clinic-a"]
+            assert CliRunner().invoke(get_program(), admission).exit_code == (2 if "--replaces" in words else 0)
+        elif command == "fedspan join node.yaml":
+            (config,) = [block.text for block in blocks_of(Path("docs/deployment.md")) if block.language == "yaml"]
+            assert introduced(NodeService(load_node("node.yaml")), yaml.safe_load(config)).waiting
+        elif command == "fedspan approve node.yaml":
+            names["3f9c12"] = printed[command].split()[1][:6]
+        elif "--replace" in words:
+            Path("node.yaml").write_text(file.replace("node.key", "b.key"), encoding="utf-8")
+    assert "server: reached" in printed["fedspan join node.yaml --check"]
+    assert printed["fedspan approve node.yaml 3f9c12"].startswith("approved job ")
+    assert printed["fedspan budget node.yaml"].startswith("fl.example.org, data set ")
+    admitted = [one.key for one in read_admissions(server).values() if not one.revoked]
+    assert admitted == [Path("b.key.pub").read_text(encoding="utf-8").strip()]
+
+
 @pytest.mark.slow  # a minute
 def test_the_demo_prints_what_the_readme_shows(tmp_path: Path) -> None:
     texts = [block.text for block in blocks_of(FRONT) if block.language == "text"]
@@ -323,8 +353,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hub")
-    return save_hub(folder)
+    return save_hub(tmp_path_factory.mktemp("hub"))
 
 
 @pytest.fixture(scope="module")

@@ -65,9 +65,7 @@ OF_SCRIPTS = {
         *("--auth-supernode-private-key", "--disable-runtime-dependency-installation", "--node-config"),
         *("--run-config", "--simulation", "--trusted-entities"),
     },
-    Path("docs/claims/fedloru.md"): {"--accumulate"},
-    Path("docs/methods/fedloru.md"): {"--accumulate"},
-    Path("docs/published-code.md"): {"--accumulate"},
+    **{Path(f"docs/{name}.md"): {"--accumulate"} for name in ("claims/fedloru", "methods/fedloru", "published-code")},
 }
 """Options of scripts, of Flower and of published code, by the page that names them."""
 
@@ -165,18 +163,24 @@ def test_the_title_of_a_module_is_no_clause() -> None:
         assert not re.match(r"(How|What|When|Where|Whether|Which|Who|Why)\b", title), f"{path}: {title.splitlines()[0]}"
 
 
-def test_every_public_function_has_an_example_that_its_signature_accepts() -> None:
-    functions = [function for name in fedspan.__all__ if inspect.isfunction(function := getattr(fedspan, name))]
-    assert len(functions) > 20
-    for function in functions:
-        text, signature = inspect.getdoc(function) or "", inspect.signature(function)
-        assert "\nReturns:\n" in text or signature.return_annotation in (None, "None"), function
+def test_all_that_is_public_has_an_example_whose_calls_and_fields_exist() -> None:
+    public = {name: value for name in fedspan.__all__ if callable(value := getattr(fedspan, name))}
+    assert len(public) > 35
+    for name, value in public.items():
+        text = (inspect.getdoc(value) if inspect.isfunction(value) else value.__dict__.get("__doc__")) or ""
         trees = [ast.parse(example.source) for example in doctest.DocTestParser().get_examples(text)]
-        nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        calls = [node for node in nodes if ast.unparse(node.func) == f"fedspan.{function.__name__}"]
-        assert calls, function
+        nodes = [node for tree in trees for node in ast.walk(tree)]
+        calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func)[:8] == "fedspan."]
         for call in calls:
+            signature = inspect.signature(public[ast.unparse(call.func)[8:]])
             signature.bind(*call.args, **{str(keyword.arg): keyword.value for keyword in call.keywords})
+        if inspect.isfunction(value):
+            assert "\nReturns:\n" in text or inspect.signature(value).return_annotation in (None, "None"), name
+            assert f"fedspan.{name}" in [ast.unparse(call.func) for call in calls], name
+            continue
+        assert trees, name
+        read = [node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "report"]
+        assert {node.attr for node in read} <= {*dir(value), *value.__annotations__}, name
 
 
 def test_every_trap_has_a_test_that_is_there() -> None:

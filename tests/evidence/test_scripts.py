@@ -20,7 +20,6 @@ from scipy import stats
 
 from evidence.pages import corpus, methods, outside_reference, subsets
 from evidence.pages.engines.watch import Watch
-from evidence.pages.subsets import Cell
 from fedspan.config import load_config
 from fedspan.data.builtin import find_corpus_file
 from fedspan.errors import FedspanError
@@ -135,29 +134,29 @@ def test_results_are_computed_once(tmp_path: Path) -> None:
     assert outside_reference.Cells(path).get("a | 0", lambda: pytest.fail("computed again")) == 0.5
 
 
-def test_rows_are_read_from_cells_and_runs(tmp_path: Path) -> None:
+def test_errors_are_compared_with_those_of_the_better_head_and_of_the_regression() -> None:
     name = "SST-2"
-    for seed, accuracy in ((0, 0.7), (1, 0.9)):
-        folder = tmp_path / "runs" / f"{Cell(name, 'IID', seed).stem}-lda"
-        folder.mkdir(parents=True)
-        report = {"final_rounds": 2, "scores": {"test": {"accuracy": accuracy}}}
-        (folder / "report.json").write_text(json.dumps(report))
     cells = {
-        f"{name} | 0 | {outside_reference.REGRESSION}": 0.75,
-        f"{name} | 0 | PEFT, warm head": 0.8,
-        f"{name} | 1 | PEFT, warm head": 0.9,
+        **{f"{name} | {seed} | {outside_reference.REGRESSION}": 0.75 for seed in (0, 1)},
+        **{f"{name} | {seed} | PEFT, warm head": accuracy for seed, accuracy in enumerate((0.8, 0.9))},
         f"{name} | 0 | PEFT, cold head": 0.6,
+        **{f"{name} | IID | {seed} | fedspan": {"accuracy": accuracy} for seed, accuracy in enumerate((0.7, 0.9))},
     }
-    args = Namespace(only=[name], seeds=[0, 1, 2], runs=[tmp_path])
-    rows = [line.strip("| ").split(" | ") for line in outside_reference.build_table(cells, args).splitlines()[2:]]
+    args = Namespace(only=[name], seeds=[0, 1, 2])
+    table = outside_reference.build_table(cells, args).splitlines()
+    rows = [line.strip("| ").split(" | ") for line in table if line.startswith(f"| {name}")]
     assert [row[1:4] for row in rows] == [
-        ["pooled", outside_reference.REGRESSION, "1"],
+        ["pooled", outside_reference.REGRESSION, "2"],
         ["pooled", "PEFT, warm head", "2"],
         ["pooled", "PEFT, cold head", "1"],
-        ["IID", "fedspan, 8 rounds, with statistics and 2 on all examples", "2"],
+        ["IID", "fedspan", "2"],
     ]
     assert [row[4].split()[0] for row in rows] == ["75.0", "85.0", "60.0", "80.0"]
-    assert [row[5] for row in rows] == ["1.25", "1.00", "2.00", "1.25"]
+    assert [row[5].split()[0] for row in rows[::3]] == ["1.77", "1.22"]  # (5/4 * 5/2) ** 0.5, (3/2 * 1) ** 0.5
+    assert rows[3][6].split()[0] == "0.69"  # (6/5 * 2/5) ** 0.5
+    assert table[-1] == "| IID | fedspan | 1 | 1.22 | inf |"
+    figure = outside_reference.draw_accuracies(cells, args)
+    assert [line.get_xdata()[0] for line in figure.axes[0].lines] == pytest.approx([75, 85, 60, 80])
 
 
 def write_settings(folder: Path, tiny_folder: Path) -> Path:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fedspan
-from fedspan import CompareReport, FedspanError, Watcher, load_config
+from fedspan import CompareReport, Watcher, load_config
 from fedspan.experiments.comparison import CompareRow, plan_comparison
 from fedspan.experiments.intervals import Difference
 from fedspan.experiments.run_comparison import draw_comparison, write_figure
@@ -214,11 +214,11 @@ def test_seeds_can_be_added_and_other_configs_are_refused(tiny_folder: Path, tmp
     fedspan.compare(values, folder, ["fedit"], [0, 1], listener=watcher)
     assert watcher.finished == ["fedit-seed1"]
     before = (folder / "compare.yaml").read_text()
-    with pytest.raises(FedspanError, match=r"the run fedit-seed0 in .* began with another config"):
+    with refused("config", r"the run fedit-seed0 in .* began with another config"):
         fedspan.compare(values, folder, ["fedit"], [0, 1], overrides=["training.lr=0.5"])
-    with pytest.raises(FedspanError, match="holds the run fedit-seed1, which does not belong to this series"):
+    with refused("folder", "holds the run fedit-seed1, which does not belong to this series"):
         fedspan.compare(values, folder, ["fedit"], [0])
-    with pytest.raises(FedspanError, match="holds other files"):
+    with refused("folder", "holds other files"):
         fedspan.sweep(values, folder, {"method.r": [1, 2]})
     assert (folder / "compare.yaml").read_text() == before
 
@@ -299,7 +299,7 @@ def test_data_that_changed_in_between_are_noticed(tiny_folder: Path, tmp_path: P
     values = tiny.settings(tiny_folder, data={"train": str(corpus)}, federation={"rounds": 1})
     fedspan.compare(values, tmp_path / "made", ["fedit"], [0])
     corpus.write_text("".join(lines[:-3]))
-    with pytest.raises(FedspanError, match="have different partitions, because the data changed"):
+    with refused("partition", "have different partitions, because the data changed"):
         fedspan.compare(values, tmp_path / "made", ["fedit"], [0, 1])
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import fedspan
-from fedspan import FedspanError, SweepReport, load_config
+from fedspan import SweepReport, load_config
 from fedspan.experiments import execution
 from fedspan.experiments.search import Range, list_combinations, parse_space, plan_sweep, rank_trials
 from fedspan.runs.integrity import read_config
@@ -83,7 +83,7 @@ def test_every_combination_is_drawn_once() -> None:
     )
     with refused("--trials"):
         list_combinations(space, 7, 0)
-    with pytest.raises(FedspanError, match="or wider ranges"):
+    with refused("--trials"):
         list_combinations({"a": Range(1.0, 1.0001)}, 20, 0)
 
 

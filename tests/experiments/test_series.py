@@ -123,7 +123,7 @@ KINDS: dict[str, Any] = {"config": dict, "seeds": list, "rounds": (int, type(Non
 
 def test_the_settings_of_a_series_come_back_or_what_is_wrong_is_named(tmp_path: Path) -> None:
     path = tmp_path / "compare.yaml"
-    with pytest.raises(FedspanError, match=r"holds no compare\.yaml\. Give a config to start a new series"):
+    with refused("folder", r"holds no compare\.yaml\. Give a config to start a new series"):
         execution.read_settings(tmp_path, "compare.yaml", KINDS)
     settings = {"config": {"seed": 1}, "seeds": [0, 1]}
     execution.open_series(tmp_path, "compare.yaml", {**settings, "rounds": None}, [])
@@ -140,9 +140,9 @@ def test_the_settings_of_a_series_come_back_or_what_is_wrong_is_named(tmp_path: 
 def test_a_folder_holds_the_runs_of_one_series_and_nothing_else(tmp_path: Path) -> None:
     steps = [step("a"), step("b", seed=1)]
     (tmp_path / "file").touch()
-    with pytest.raises(FedspanError, match=r"is a file\. Choose another name"):
+    with refused("folder", r"is a file\. Choose another name"):
         execution.open_series(tmp_path / "file", "compare.yaml", {}, steps)
-    with pytest.raises(FedspanError, match=r"holds other files \(file\)\. Choose another folder"):
+    with refused("folder", r"holds other files \(file\)\. Choose another folder"):
         execution.open_series(tmp_path, "compare.yaml", {}, steps)
     folder = tmp_path / "series"
     execution.open_series(folder, "compare.yaml", {"seeds": [0]}, steps)
@@ -151,9 +151,9 @@ def test_a_folder_holds_the_runs_of_one_series_and_nothing_else(tmp_path: Path) 
     RunFolder(folder / "a").config.write_text(format_config(steps[0].config))
     execution.open_series(folder, "compare.yaml", {"seeds": [0, 1]}, steps)
     assert yaml.safe_load((folder / "compare.yaml").read_text()) == {"seeds": [0, 1]}
-    with pytest.raises(FedspanError, match=r"the run a in .* began with another config"):
+    with refused("config", r"the run a in .* began with another config"):
         execution.open_series(folder, "compare.yaml", {}, [step("a", seed=5)])
-    with pytest.raises(FedspanError, match="holds the run a, which does not belong to this series"):
+    with refused("folder", "holds the run a, which does not belong to this series"):
         execution.open_series(folder, "compare.yaml", {}, steps[1:])
 
 

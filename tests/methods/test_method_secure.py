@@ -18,7 +18,7 @@ from fedspan.core.tensors import Tensors
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import SecureSettings
 from fedspan.methods.registry import METHODS
-from helpers import secure_rounds, tiny
+from helpers import refusals, secure_rounds, tiny
 from helpers.families import others_slow
 
 SUMS = sorted(key for key, cls in METHODS.items() if cls.claims.reduction == "sum" and cls.claims.sends != "nothing")
@@ -118,7 +118,7 @@ def test_a_round_without_one_client_is_that_of_the_others(
 
 @pytest.mark.parametrize("key", STACKS)
 def test_methods_that_see_single_replies_are_refused_with_the_reason(key: str) -> None:
-    with pytest.raises(FedspanError, match="needs single replies, because it does not compute their mean") as refused:
+    with refusals.refused("federation.secure") as refused:
         parse_config({"data": {"train": "x.csv"}, "method": {"name": key}, "federation": {"secure": {}}})
     assert (refused.value.field, refused.value.value) == ("federation.secure", SecureSettings())
 

@@ -21,6 +21,7 @@ from fedspan.methods.fedit import FedIT
 from fedspan.methods.registry import METHODS, get_method_class, register
 from fedspan.wrappers.describe import WrapperRow, list_wrappers
 from helpers import tiny
+from helpers.refusals import refused
 from helpers.scripts import load_script
 
 PACKAGE = """
@@ -96,7 +97,7 @@ def test_its_fields_are_options(tiny_folder: Path) -> None:
     values = tiny.settings(tiny_folder)
     made = parse_config(values | {"method": {"name": "own", "strength": 2.5}})
     assert made.method.options == {"strength": 2.5}
-    with pytest.raises(FedspanError, match=r"`method\.strength`: -1"):
+    with refused("method.strength"):
         parse_config(values | {"method": {"name": "own", "strength": -1}})
 
 
@@ -104,13 +105,13 @@ def test_an_installed_package_s_is_found_by_its_entry_point(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(tmp_path, {"packaged": "own_package:Packaged", "lost": "own_package:Nothing"}, monkeypatch)
-    with pytest.raises(FedspanError, match="'packaged' is already the key of own_package:Packaged"):
+    with refused("method.name"):
         register("packaged", Own)  # also before anything has asked for the package's
     fedspan.run(tiny.settings(tiny_folder, method={"name": "packaged"}, federation={"rounds": 1}), tmp_path / "run")
     assert get_method_class("packaged").__module__ == "own_package"
-    with pytest.raises(FedspanError, match=r"`method\.name`: own_package:Nothing cannot be imported"):
+    with refused("method.name"):
         get_method_class("lost")
-    with pytest.raises(FedspanError, match="no method is named"):
+    with refused("method.name"):
         get_method_class("own_package:Packaged")  # no module by its name: a server could name one
 
 
@@ -154,7 +155,7 @@ def test_a_wrapper_s_key_breaks_no_wrapper(tiny_folder: Path) -> None:
     register("fedprox", Own)
     values = tiny.settings(tiny_folder)
     assert parse_config(values | {"method": {"name": "fedit", "wrappers": ["fedprox"]}}).method.title == "fedit+fedprox"
-    with pytest.raises(FedspanError, match=r"`method\.name`: 'fedprox' is a wrapper"):
+    with refused("method.name"):
         parse_config(values | {"method": {"name": "fedprox"}})
 
 

@@ -33,7 +33,7 @@ from fedspan.run_folder import RunFolder
 from fedspan.runs.trained_models import write_adapters
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText, Ragged
-from helpers import tiny, tiny_decoders
+from helpers import refusals, tiny, tiny_decoders
 from helpers.exported_models import predict_with_engine
 from helpers.families import others_slow
 
@@ -206,7 +206,7 @@ def test_three_architectures_by_name() -> None:
         assert (len(wide), model.fc.in_features, model.fc.out_features) == (convolutions, width, 3)
         if name == "resnet-8":
             assert model(pixel_values=torch.zeros(2, 3, 13, 10)).logits.shape == (2, 3)
-    with pytest.raises(FedspanError, match="an architecture without weights"):
+    with refusals.refused("model.name"):
         load_pretrained("builtin:resnet-8", "image-classification", LABELS)
 
 
@@ -230,7 +230,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("load", [load_pretrained, load_scratch, load_empty])
 def test_a_folder_s_own_code_is_not_run(load: Any, folder: Path) -> None:
     device = {"device": torch.device("meta")} if load is load_empty else {}
-    with pytest.raises(FedspanError, match="custom code"):
+    with refusals.refused("model.name"):
         load(str(folder), "classification", tiny.LABELS, **device)
     assert not (folder.parent / "ran").exists()
 
@@ -360,7 +360,7 @@ def test_the_rank_of_an_export_is_the_sum_of_its_parts_at_most_the_layer_s(prepa
             ones = 2 * 2 * torch.ones(layer.shape)  # scaling 2, rank 2
             assert torch.allclose(updates[layer.name].to_dense(), dense[layer.name] + ones, atol=1e-5)
     assert {pair.rank for pair in compute_layer_updates(job, BaseUpdate(), adapted).values()} == {2}
-    with pytest.raises(FedspanError, match="a merged model"):
+    with refusals.refused("export", "a merged model"):
         compute_layer_updates(job, BaseUpdate().add(Increment(1, {}, decay=0.5)), adapted)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import fedspan
-from fedspan import FedspanError
 from fedspan.data.partition import ClientRow
 from fedspan.diagnostics import measures
 from helpers import tiny
@@ -24,6 +23,7 @@ from fedspan.reports.groups import RunGroup, group_runs, list_distinguishing_set
 from fedspan.reports.page import PageContent, render_page
 from fedspan.reports.run_data import RunData, read_runs
 from fedspan.reports.summary import format_score_with_unit, write_notes, write_sentences
+from helpers import refusals
 
 PAGE_BYTES = 7_000_000
 """Bytes that a page takes at most: most of them are the library that draws its figures."""
@@ -90,14 +90,13 @@ def test_mistakes(series: Path, tiny_folder: Path, tmp_path: Path, refused: Call
     assert "the folder of a run, or a folder with runs in it" in refused("report", tmp_path)
     other = tmp_path / "other"
     fedspan.run(tiny.config(tiny_folder, evaluation={"metric": "macro_f1"}, federation={"rounds": 1}), other)
-    with pytest.raises(
-        FedspanError,
-        match=r"is judged by accuracy, and other by macro_f1\. Expected runs that are judged by one metric",
+    with refusals.refused(
+        "run folder", r"is judged by accuracy, and other by macro_f1\. Expected runs that are judged by one metric"
     ):
         fedspan.report([series, other], tmp_path / "page.html")
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(FedspanError, match=r"`out`: '.*file' cannot be used: File exists\. Choose another file\."):
+    with refusals.refused("out", r"`out`: '.*file' cannot be used: File exists\. Choose another file\."):
         fedspan.report(series, blocked / "page.html", data=False)
 
 

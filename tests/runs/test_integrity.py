@@ -29,6 +29,7 @@ from fedspan.runs.report import read_report
 from helpers import tiny
 from helpers.listeners import Notes
 from helpers.mistakes.world import World, flip
+from helpers.refusals import refused
 from helpers.run_content import content
 
 Damage = Callable[[RunFolder], object]
@@ -319,18 +320,16 @@ def test_what_a_killed_creation_leaves_is_no_hindrance(tmp_path: Path) -> None:
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, CONFIG).close()
-    with pytest.raises(
-        FedspanError, match=r"already holds a run. Choose another folder, or continue this run with --resume"
-    ):
+    with refused("run folder", r"already holds a run. Choose another folder, or continue this run with --resume"):
         RunFolder.create(tmp_path, "seed: 2\n")
     assert RunFolder(tmp_path).read_config_text() == CONFIG
 
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(FedspanError, match=r"thesis\.tex"):
+    with refused("run folder", r"thesis\.tex"):
         RunFolder.create(tmp_path, CONFIG)
-    with pytest.raises(FedspanError, match="Leave --resume out"):
+    with refused("run folder", "Leave --resume out"):
         RunFolder.resume(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -368,7 +367,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
         assert other.stdout.readline() == "holding\n"
         with pytest.raises(FedspanError, match=f"process {other.pid} is working on this run"):
             RunFolder.resume(tmp_path)
-        with pytest.raises(FedspanError, match="is working on this run"):  # being refused costs the holder no lock
+        with refused("run folder", "is working on this run"):  # being refused costs the holder no lock
             RunFolder.resume(tmp_path)
         other.send_signal(signal.SIGTERM if os.name == "nt" else signal.SIGKILL)
     RunFolder.resume(tmp_path).close()
@@ -378,21 +377,21 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
 def test_a_lock_holder_that_left_no_name(tmp_path: Path, content: bytes) -> None:
     with RunFolder.create(tmp_path, CONFIG) as run:
         run.lock.write_bytes(content)
-        with pytest.raises(FedspanError, match="another process is working on this run"):
+        with refused("run folder", "another process is working on this run"):
             RunFolder.resume(tmp_path)
 
 
 def test_a_lock_holder_on_another_machine(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path, CONFIG) as run:
         run.lock.write_text("12\nhospital-3\n")
-        with pytest.raises(FedspanError, match="process 12 on hospital-3"):
+        with refused("run folder", "process 12 on hospital-3"):
             RunFolder.resume(tmp_path)
 
 
 def test_a_failed_creation_gives_the_lock_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", refusing(errno.ENOSPC))
-        with pytest.raises(FedspanError, match=r"the disk is full\. Choose another folder"):
+        with refused("run folder", r"the disk is full\. Choose another folder"):
             RunFolder.create(tmp_path, CONFIG)
     RunFolder.create(tmp_path, CONFIG).close()
 
@@ -410,7 +409,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         run.write_json(run.report, {"score": 1})
         with monkeypatch.context() as patch:
             patch.setattr(os, step, refusing(errno.ENOSPC))
-            with pytest.raises(FedspanError, match=r"the disk is full\. The last finished round is intact") as caught:
+            with refused("run folder", r"the disk is full\. The last finished round is intact") as caught:
                 run.write_json(run.report, {"score": 2})
         assert str(tmp_path) in str(caught.value)
         assert run.read_json(run.report) == {"score": 1}

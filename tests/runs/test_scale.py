@@ -16,7 +16,6 @@ from fedspan.clients.mappings import LazyMapping
 from fedspan.core.values import Client
 from fedspan.data import PartitionConfig
 from fedspan.data.partition import Partition, partition
-from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData
@@ -26,6 +25,7 @@ from fedspan.runs.checkpoint_format import Checkpoint
 from fedspan.transports.in_process import simulate
 from helpers import tiny
 from helpers.plain_data import plain
+from helpers.refusals import refused
 
 CLIENTS = 100_000
 COHORT = 4
@@ -142,7 +142,7 @@ def test_models_of_clients_that_were_not_measured_are_exported_on_demand(tiny_fo
     report = fedspan.run(tiny.settings(tiny_folder, **changes), tmp_path / "run")
     assert len(report.adapters) == len(report.by_client) == 2
     others = sorted(set(tiny.SITES) - set(report.adapters))
-    with pytest.raises(FedspanError, match="fedspan export --client first"):
+    with refused("client", "fedspan export --client first"):
         fedspan.predict(tmp_path / "run", ["lab1"], client=others[0])
     for id in tiny.SITES:
         out = fedspan.export(tmp_path / "run", tmp_path / id, client=id)

@@ -4,7 +4,9 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -144,27 +146,22 @@ def test_killed_at_every_change_of_the_file_system(
 ) -> None:
     end = uninterrupted(tmp_path / "reference", 7)
     uninterrupted(tmp_path / "begun", finished)
-    changes = 0
-    while True:
+    for changes in count():
         path = shutil.copytree(tmp_path / "begun", tmp_path / str(changes))
         with monkeypatch.context() as patch:
             interruption = Interruption(patch, Killed())
             run = begin(path)
             interruption.left = changes
-            try:
+            with suppress(Killed):
                 go_on(run, 7)
-            except Killed:
-                pass
-            finally:
-                interruption.left = 10**9
-                run.close()
+            interruption.left = 10**9
+            run.close()
         assert assert_sound(path) >= finished
         with begin(path) as run:
             go_on(run, 7)
         assert tree(path) == end, f"killed after {changes} changes"
         if not interruption.struck:  # it got through before the strike
             break
-        changes += 1
     assert changes > least
 
 
@@ -172,8 +169,7 @@ def test_killed_at_every_change_of_the_file_system(
 def test_disk_refuses_at_every_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     end = uninterrupted(tmp_path / "reference", 3)
     uninterrupted(tmp_path / "begun", 2)
-    changes = 0
-    while True:
+    for changes in count():
         path = shutil.copytree(tmp_path / "begun", tmp_path / str(changes))
         with begin(path) as run:
             said = ""
@@ -193,7 +189,6 @@ def test_disk_refuses_at_every_change(tmp_path: Path, monkeypatch: pytest.Monkey
         assert tree(path) == end, f"refused after {changes} changes"
         if not interruption.struck:  # it got through before the strike
             break
-        changes += 1
     assert changes > 15
 
 

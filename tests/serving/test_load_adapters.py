@@ -12,6 +12,7 @@ import fedspan
 from fedspan.errors import FedspanError
 from fedspan.models.export import read_adapter
 from helpers import tiny
+from helpers.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def exported(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def refuse(folder: Path) -> None:
-    with pytest.raises(FedspanError, match=r"no LoRA adapter with its weights in adapter_model\.safetensors"):
+    with refused("folder", r"no LoRA adapter with its weights in adapter_model\.safetensors"):
         fedspan.predict(folder, ["word1"])
 
 

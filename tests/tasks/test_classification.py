@@ -176,7 +176,7 @@ def test_balanced_weights_are_not_computed_again_for_each_batch(
 
 
 def test_what_does_not_apply_is_refused(tiny_folder: Path) -> None:
-    with pytest.raises(FedspanError, match=r"`training\.class_weights\.labs`: no label is named 'labs'\. Did you"):
+    with refused("training.class_weights.labs"):
         prepare(parse_config(tiny.settings(tiny_folder, training={"class_weights": {"labs": 2.0}})))
     for task, more, reason in (
         ("regression", {}, "regression has no classes"),
@@ -257,14 +257,14 @@ def test_examples_without_labels_are_named(tiny_folder: Path, monkeypatch: pytes
     )
     monkeypatch.setitem(registry._tasks, "renamed", definition)
     values = tiny.settings(tiny_folder, training={"class_weights": "balanced"}) | {"task": "renamed"}
-    with pytest.raises(FedspanError, match="Unlabeled, the encoded examples of this task, has no array `labels`"):
+    with refused("task", "Unlabeled, the encoded examples of this task, has no array `labels`"):
         tiny.final_tensors(prepare(parse_config(values)))
     flipped = {
         **tiny.settings(tiny_folder),
         "task": "renamed",
         "simulation": {"faults": {"kind": "label-flip", "share": 0.5}},
     }
-    with pytest.raises(FedspanError, match="has no array `labels`"):
+    with refused("task", "has no array `labels`"):
         prepare(parse_config(flipped))
 
 
@@ -313,7 +313,7 @@ def test_chunks_of_prompts_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     assert parts.truncated_prompts > 0
     strict = CausalLM(tiny_decoders.tokenizer(pads=True), 6, refuse_long=True)
-    with pytest.raises(FedspanError, match="the answer of example 5 has 6 tokens"):
+    with refused("model.max_length"):
         strict.encode(datasets.Dataset.from_dict({"text": texts, "answer": ["c0 " * at for at in range(1, 8)]}))
 
 
@@ -334,7 +334,7 @@ def test_labels_are_those_of_the_given_examples_in_their_order(labels: np.ndarra
 
 @pytest.mark.parametrize("examples", [SimpleNamespace(), SimpleNamespace(labels=[2, 0, 1])], ids=["none", "a list"])
 def test_examples_of_a_users_own_task_without_an_array_of_labels_are_refused(examples: SimpleNamespace) -> None:
-    with pytest.raises(FedspanError, match="SimpleNamespace, the encoded examples of this task, has no array `labels`"):
+    with refused("task", "SimpleNamespace, the encoded examples of this task, has no array `labels`"):
         get_labels(examples, np.array([0]))
 
 
@@ -419,23 +419,19 @@ def test_numbers_are_divided_by_ranges(partitioner: str) -> None:
     classes = partition(datasets.Dataset.from_dict({"label": ranks // 80}), config.model_copy(update={"bins": None}), 7)
     assert found.fingerprint == classes.fingerprint
     tied = datasets.Dataset.from_dict({"target": [1.0] * 300 + [2.0] * 100})
-    with pytest.raises(
-        FedspanError, match=r"^`partition.bins`: 5 is not accepted\. Expected at most 2, the number of distinct numbers"
-    ):
+    with refused("partition.bins"):
         partition(tied, config, 7)
 
 
 def test_what_is_no_regression_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     values = settings(tiny_folder, tmp_path)
     dirichlet = {"partitioner": "dirichlet", "clients": 3}
-    with pytest.raises(FedspanError, match="these examples have no classes") as caught:
+    with refused("partition.partitioner") as caught:
         prepare(parse_config({**values, "partition": dirichlet}))
     assert (caught.value.field, caught.value.value) == ("partition.partitioner", "dirichlet")
     labeled = tiny.settings(tiny_folder, partition={**dirichlet, "column": None, "bins": 4})
-    with pytest.raises(
-        FedspanError, match=r"^`partition\.bins`: these examples have labels, not numbers\. Leave it out"
-    ):
+    with refused("partition.bins"):
         prepare(parse_config(labeled))
     (tmp_path / "pairs.tsv").write_text("one\tother\tscore\tsite\na\tb\t3,500\tx\n")
-    with pytest.raises(FedspanError, match="has '3,500' in column 'score': a decimal comma, or one between thousands"):
+    with refused("data.label"):
         prepare(parse_config({**values, "data": {**values["data"], "train": str(tmp_path / "pairs.tsv")}}))

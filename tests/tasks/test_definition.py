@@ -12,7 +12,6 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 import fedspan
-from fedspan import FedspanError
 from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.data.loading import load
@@ -151,7 +150,7 @@ def _held_out(values: dict[str, Any]) -> Any:
 
 
 def test_options_have_types_and_names() -> None:
-    with pytest.raises(FedspanError, match=r"`task_options\.temperature`: regression has no such option\. regression"):
+    with refused("task_options.temperature"):
         get_task("regression").parse_options({"temperature": 1.0})
     assert get_task("regression").parse_options({}) is None
 

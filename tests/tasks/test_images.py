@@ -106,7 +106,7 @@ def test_sizes_that_differ() -> None:
     task = ImageClassification(vit(do_resize=False), LABELS)
     same = [noise(4, 5, 3)] * 256
     for images in ([noise(4, 5, 3), noise(5, 4, 3)], [*same, noise(4, 6, 3)]):
-        with pytest.raises(FedspanError, match="the images differ in size") as caught:
+        with refused("model.image_size") as caught:
             task.encode(dataset(images))
         assert (caught.value.field, caught.value.value) == ("model.image_size", None)
     assert task.encode(dataset(same[:3])).pixels.shape == (3, 3, 4, 5)
@@ -120,7 +120,7 @@ def test_images_that_cannot_be_decoded(content: str, tmp_path: Path) -> None:
         bad.write_bytes(good.read_bytes()[:300] if content == "cut" else b"no image")
     rows = datasets.Dataset.from_dict({"image": [str(good), str(bad)], "label": [0, 1]})
     task = ImageClassification(vit(), LABELS)
-    with pytest.raises(FedspanError, match="Pillow cannot decode") as caught:
+    with refused("data", "Pillow cannot decode") as caught:
         task.encode(rows.cast_column("image", datasets.Image()))
     assert (caught.value.field, caught.value.value) == ("data", str(bad))
     stored = [{"bytes": good.read_bytes(), "path": None}, {"bytes": b"no image", "path": None}]
@@ -133,7 +133,7 @@ def test_the_error_of_a_run_names_the_option_for_damaged_images(tmp_path: Path) 
     tiny_images.save_model("vit", tmp_path)
     pictures = tiny_images.save_pictures(tmp_path)
     (pictures / "east" / "red" / "02.png").write_bytes(b"no image")
-    with pytest.raises(FedspanError, match=r"02\.png .*To leave such rows out, set data\.invalid: skip"):
+    with refused("data", r"02\.png .*To leave such rows out, set data\.invalid: skip"):
         prepare(tiny_images.config(tmp_path))
     prepared = prepare(tiny_images.config(tmp_path, data={"invalid": "skip"}))
     assert len(prepared.train) + len(prepared.test) == sum(tiny_images.SITES.values()) - 1

@@ -22,7 +22,7 @@ from fedspan.serving.load import load_served
 from fedspan.tasks.encoding import EncodedText, Ragged
 from fedspan.tasks.multi_label import LabeledTexts, MultiLabelClassification
 from fedspan.tasks.registry import get_task
-from helpers import tiny, tiny_topics
+from helpers import refusals, tiny, tiny_topics
 from helpers.node_service import introduced, node
 
 TASK = get_task("multi-label-classification").columns
@@ -89,7 +89,7 @@ def test_columns_of_zeros_and_ones_are_labels(tmp_path: Path) -> None:
     config = DataConfig(train=str(path), label_columns=["late", "broken", "lost"], test_fraction=0)
     assert read(config) == (("late", "broken", "lost"), [[0], [], [0, 1]])
     path.write_text("text,late,broken,lost\nt0,1,0,0\nt1,0,2,0\nt2,1,1,\n")
-    with pytest.raises(FedspanError, match=r"row 3 .* has '2' in column 'broken'"):
+    with refusals.refused("data.label_columns"):
         read(config)
     assert read(config.model_copy(update={"invalid": "skip"}))[1] == [[0]]
 
@@ -112,17 +112,17 @@ def test_mistakes_in_rows_are_named(row: dict[str, Any], field: str, expected: s
 
 
 def test_options_that_do_not_apply_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(FedspanError, match=r"`data\.label_columns`: sequence-classification has no lists of labels"):
+    with refusals.refused("data.label_columns"):
         parse_config(tiny.settings(tiny_folder, data={"label_columns": ["a", "b"]}))
-    with pytest.raises(FedspanError, match=r"`data\.label`: label_columns already names the labels' columns"):
+    with refusals.refused("data.label"):
         parse_config(tiny_topics.settings(tiny_folder, tmp_path, data={"label": "a", "label_columns": ["a", "b"]}))
     values = tiny_topics.settings(tiny_folder, tmp_path)
-    with pytest.raises(FedspanError, match=r"`task_options\.threshold`: 1\.5 is not accepted"):
+    with refusals.refused("task_options.threshold"):
         parse_config(values | {"task_options": {"threshold": 1.5}})
-    with pytest.raises(FedspanError, match=r"`model\.head_init`: lda does not fit multi-label-classification"):
+    with refusals.refused("model.head_init"):
         parse_config(tiny_topics.settings(tiny_folder, tmp_path, model={"head_init": "lda"}))
     numbers = [{"text": f"t{at}", "labels": at} for at in range(4)]
-    with pytest.raises(FedspanError, match="holds int64, not lists of labels or texts"):
+    with refusals.refused("data.label"):
         load(DataConfig(train=save(tmp_path / "a.jsonl", numbers)), task=TASK)
 
 

@@ -16,7 +16,6 @@ from sklearn.metrics import f1_score, matthews_corrcoef, ndcg_score
 from sklearn.metrics.pairwise import cosine_similarity
 from torch import Tensor
 
-from fedspan import FedspanError
 from fedspan.assembly.run import Prepared
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.entities import convert_to_iob2, find_entities, list_labels, score_entities
@@ -32,6 +31,7 @@ from fedspan.tasks.text_embedding import measure_retrieval
 from fedspan.tasks.text_scores import TEXT_METRICS, compute_text_scores, is_exact_match
 from fedspan.tasks.token_scores import SCORES, compute_token_metrics, mark_ends, score_tokens
 from helpers.fixed_logits import Fixed
+from helpers.refusals import refused
 from helpers.sharpened_task import OWN
 
 KINDS = ("Drug", "Gene")
@@ -152,11 +152,11 @@ def test_a_task_changes_only_the_metrics_that_it_registered() -> None:
     owner = replace(OWN, name="owner", metrics=("own_metric",), custom_metrics=narrow)
     register_task(owner)
     register_task(replace(owner, name="other"))  # the same metric in another task
-    with pytest.raises(FedspanError, match="'own_metric' is already the name of another metric"):
+    with refused("metric", "'own_metric' is already the name of another metric"):
         register_task(replace(owner, name="other", custom_metrics=wide))
     register_task(replace(owner, custom_metrics=wide))
     assert METRICS["own_metric"] == wide["own_metric"]
-    with pytest.raises(FedspanError, match="'loss' is already the name of another metric"):
+    with refused("metric", "'loss' is already the name of another metric"):
         register_task(replace(owner, custom_metrics=wide | {"loss": Metric("x", True)}))
 
 

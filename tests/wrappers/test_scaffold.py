@@ -10,7 +10,6 @@ from fedspan.core.method import Method
 from fedspan.core.penalties import Proximal
 from fedspan.core.tensors import compute_norm, join_tensor_name, select_slots
 from fedspan.core.values import Job, OptimizerSpec, Spec, Trained
-from fedspan.errors import FedspanError
 from fedspan.methods.fedavg import FedAvg
 from fedspan.methods.fedgalore import FedGaLore
 from fedspan.methods.fedit import FedIT
@@ -26,6 +25,7 @@ from fedspan.training.jobs import Assignment
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedprox import FedProx
 from fedspan.wrappers.scaffold import PREFIX, Scaffold
+from helpers import refusals
 from helpers.dense_rounds import factor_mean, require_state
 from helpers.toys.oracle import Pairs, average, copied, pair_gradients
 from helpers.toys.problem import HEAD, LAYERS, Problem
@@ -268,7 +268,7 @@ def test_refused_where_a_variate_has_no_meaning() -> None:
 
 def test_a_federation_of_unknown_size_is_refused() -> None:
     problem = Problem(clients=2)
-    with pytest.raises(FedspanError, match="scaffold needs the number of clients"):
+    with refusals.refused("method.wrappers"):
         Federation(Double(inner=Scaffold(inner=FedIT(spec=problem.adapted().spec))), problem, sgd(LR))
 
 

@@ -202,11 +202,7 @@ def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], i
 
 
 def _show_compute(out: Console, plans: Mapping[str, Plan], is_max_length: bool) -> None:
-    """Print FLOPs, and the requested times of training and transfers.
-
-    Args:
-        is_max_length: Whether the examples' length is the maximum, because no mean was given.
-    """
+    """Print FLOPs, and the requested times of training and transfers."""
 
     def format_flops(count: int | None) -> str:
         return "-" if count is None else format_flop_count(count)

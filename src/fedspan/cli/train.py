@@ -86,6 +86,7 @@ def init(
     clients: Annotated[int | None, option("N", "Number of clients of a random partition. Default: at most 10.")] = None,
     model: Annotated[str | None, option("ID", "Base model. Default: a small one.")] = None,
     method: Annotated[str, option("KEY", "Method; fedspan methods lists them.")] = "fedit",
+    fast: Annotated[bool, flag("--fast", "Adapt the last layers alone: faster, less accurate.")] = False,
     force: Annotated[bool, flag("--force", "Replace an existing file.")] = False,
     overrides: Annotated[
         list[str] | None, option("data.FIELD=VALUE", "Set an option of data, such as data.delimiter=^.", "--set")
@@ -109,6 +110,7 @@ def init(
             clients=clients,
             model=model,
             method=method,
+            fast=fast,
             force=force,
             options=options,
         )

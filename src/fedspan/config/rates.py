@@ -34,6 +34,8 @@ class TrainingDefaults:
     """Strength of the adjustment of logits to a client's own classes."""
 
 
+FAST = 3.0
+"""Factor on a text task's rate where only the last layers have adapters."""
 FACTORS: Mapping[str, float] = {"fedavg": 0.25, "ffa-lora": 2.5}
 """Factors on the task's rate, by method. Whole weights need a smaller rate; with one trained factor, whose average is
 exact, a larger one is best."""

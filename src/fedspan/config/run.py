@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 
 
 class RunConfig(RunSections):
-    """The configuration of one run."""
+    """The configuration of one run.
+
+    Examples:
+        >>> config = fedspan.load_config("config.yaml", ["federation.rounds=20"])
+        >>> config.method.name, config.federation.rounds
+    """
 
     @model_validator(mode="after")
     def _validate_combination(self) -> Self:

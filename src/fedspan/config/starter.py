@@ -63,6 +63,7 @@ def write_starter_config(
     clients: int | None = None,
     model: str | None = None,
     method: str = "fedit",
+    fast: bool = False,
     force: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> StarterConfig:
@@ -78,6 +79,7 @@ def write_starter_config(
         by: The column that assigns each row to a client; None: inferred, or else the rows are partitioned at random.
         clients: Number of clients if the rows are partitioned at random; None: 10, or fewer if the examples are few.
         model: Hub id or folder of the model; None: a small one for the task.
+        fast: Adapt the last layers of a small model alone, several times faster and less accurate.
         options: Further fields of the section ``data``: ``{"delimiter": ";"}``.
     """
     path = Path(out)
@@ -112,7 +114,7 @@ def write_starter_config(
         has_test: bool = False,
     ) -> tuple[str, RunConfig]:
         selected = replace(inferred, by=by)
-        content = render_config(selected, section, clients, name, targets, method, shares, has_test)
+        content = render_config(selected, section, clients, name, targets, method, shares, has_test, fast)
         return content, parse_config(load_yaml(content))
 
     content, config = render(section, inferred.by, clients or _CLIENTS)

@@ -10,15 +10,20 @@ from typing import Any
 import yaml
 
 from fedspan.config.column_inference import InferredData
-from fedspan.config.rates import get_training_defaults
+from fedspan.config.rates import FAST, get_training_defaults
 from fedspan.errors import FedspanError
 from fedspan.models.targets import suggest_targets
 from fedspan.tasks.registry import get_task
 
-_TARGETS_BY_MODEL_TYPE: Mapping[str, str] = {
-    "mobilenet_v2": r"'.*layer\.1[3-5]\.(expand|reduce)_1x1\.convolution|.*\.conv_1x1\.convolution'",
-}
+_TARGETS_BY_MODEL_TYPE: Mapping[str, str] = {"mobilenet_v2": r"'.*(expand_1x1|reduce_1x1|conv_1x1)\.convolution'"}
 """Target modules by ``model_type``, for architectures for which PEFT has no default."""
+_FAST: Mapping[str, tuple[str, ...]] = {
+    "builtin:all-minilm-l6-v2": ("[query, value]", "[4, 5]"),
+    _TARGETS_BY_MODEL_TYPE["mobilenet_v2"]: (
+        r"'.*layer\.1[3-5]\.(expand|reduce)_1x1\.convolution|.*\.conv_1x1\.convolution'",
+    ),
+}
+"""Target modules of ``--fast`` and the layers that have them, by model or by the targets of all layers."""
 _MARKER_OUTPUTS = 7919
 """Number of outputs by which a model's head is recognized: a prime that no layer has as its size."""
 
@@ -63,6 +68,7 @@ def render_config(
     method: str,
     shares: tuple[float, float],
     has_test: bool,
+    fast: bool = False,
 ) -> str:
     """Render the text of a starter config.
 
@@ -71,8 +77,19 @@ def render_config(
         targets: Target layers as YAML; None: PEFT's default.
         shares: Shares of each client's examples for validation and for its own test.
         has_test: Whether a common test set measures the model after the final rounds.
+        fast: Whether only the last layers get adapters.
+
+    Raises:
+        FedspanError: If the last layers of the model are not known.
     """
-    defaults = get_training_defaults(inferred.task, method)
+    defaults, factor, layers = get_training_defaults(inferred.task, method), 1.0, ()
+    known = _FAST.get(model) or _FAST.get(targets or "")
+    if fast and known is None:
+        problem = f"the last layers of {model} are not known. Set model.layers_to_transform in the config"
+        raise FedspanError("--fast", model, problem=problem)
+    if known is not None and (fast or targets == known[0]):  # a task may suggest the fast ones itself
+        factor = FAST if known[1:] and targets != known[0] else 1.0
+        targets, *layers = known
     data = yaml.safe_dump(dict(section), sort_keys=False, allow_unicode=True).rstrip().replace("\n", "\n  ")
     partitioner = f"partitioner: iid # or dirichlet with alpha: 0.5, for heterogeneous clients\n  clients: {clients}"
     if inferred.by is not None:
@@ -90,11 +107,7 @@ def render_config(
         "model:",
         f"  name: {_format_scalar(model)} # a hub id or a folder",
         *((f"  target_modules: {targets} # layers that get adapters",) if targets else ()),
-        *(
-            ("  layers_to_transform: [4, 5] # the last two of six, for speed",)
-            if model == "builtin:all-minilm-l6-v2"
-            else ()
-        ),
+        *(f"  layers_to_transform: {numbers} # the last two of six, for speed" for numbers in layers),
         "",
         "data:",
         f"  {data}",
@@ -122,7 +135,7 @@ def render_config(
         "  best_by: loss # selects the best round; accuracy is noisy on small validation parts",
         "",
         "training:",
-        f"  lr: {defaults.lr:.1e} # or auto: a range test before the first round",
+        f"  lr: {defaults.lr * factor:.1e} # or auto: a range test before the first round",
         f"  batch_size: {defaults.batch_size}",
         f"  local_epochs: {defaults.local_epochs}",
         *(

@@ -69,11 +69,7 @@ def convert_validation_error(
 
 
 def _describe_example(section: type[BaseModel] | None) -> str:
-    """Return the shortest section, as a phrase that can follow "a section"; empty if some field has to be set.
-
-    Args:
-        section: The section's model; None: unknown.
-    """
+    """Return the shortest section, as a phrase that can follow "a section"; empty if some field has to be set."""
     if section is None:
         return ""
     try:

@@ -98,11 +98,7 @@ def _iterate_tar(archive: tarfile.TarFile) -> Generator[_Entry]:
 
 
 def _split_name(name: str) -> tuple[str, ...]:
-    """Split an entry's name.
-
-    Raises:
-        ValueError: If it leads out of the archive.
-    """
+    """Split an entry's name, which must not lead out of the archive."""
     path = PurePosixPath(name.replace("\\", "/"))
     parts = tuple(part for part in path.parts if part != ".")
     if path.is_absolute() or ".." in parts or not parts or ":" in parts[0] or "\0" in name:

@@ -26,11 +26,7 @@ CONTRADICTION = "contradiction"
 
 
 def _build_contradiction(field: str, value: object, problem: str) -> PydanticCustomError:
-    """Return the error of a field that contradicts another field of its section.
-
-    Args:
-        problem: The problem, as a ``FedspanError`` takes it.
-    """
+    """Return the error of a field that contradicts another field of its section."""
     return PydanticCustomError(CONTRADICTION, "{problem}", {"field": field, "value": value, "problem": problem})
 
 

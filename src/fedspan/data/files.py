@@ -199,11 +199,7 @@ def _has_names_first(rows: datasets.Dataset) -> bool:
 def _convert_errors(
     read: Callable[[], Source], kind: str, user_path: str, option: str, hint: Callable[[str], str] = lambda reason: ""
 ) -> Source:
-    """Read a source, and convert the errors of a reader into an error that names the option.
-
-    Args:
-        hint: Function that returns the advice for a reader's reason.
-    """
+    """Read a source, and convert the errors of a reader into an error that names the option, with a hint."""
     try:
         return read()
     # ArrowInvalid is a ValueError, a broken gzip an OSError; RecursionError: JSON nested too deeply.

@@ -77,11 +77,7 @@ def decode_image(image: Mapping[str, Any]) -> PIL.Image.Image:
 
 
 def _open(image: Mapping[str, Any]) -> PIL.Image.Image:
-    """Open an encoded image without decoding it.
-
-    Raises:
-        ValueError: If it has more than `MAX_PIXELS` pixels.
-    """
+    """Open an encoded image of at most `MAX_PIXELS` pixels without decoding it."""
     import PIL.Image
 
     picture = PIL.Image.open(io.BytesIO(image["bytes"]) if image["bytes"] else image["path"])

@@ -60,11 +60,7 @@ def _align_positions(sources: Sequence[Source]) -> list[int] | None:
 def _concatenate(
     tables: Mapping[Path, datasets.Dataset], places: Mapping[Path, Mapping[str, str]]
 ) -> tuple[datasets.Dataset, list[str]]:
-    """Concatenate the columns that all tables have, and describe the others.
-
-    Raises:
-        ValueError: If columns differ in kind or classes, or a place is named like one.
-    """
+    """Concatenate the columns that all tables have, and describe the others; ValueError: kinds or names clash."""
     import datasets
 
     lacking: dict[str, Path] = {}

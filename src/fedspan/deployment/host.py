@@ -74,12 +74,7 @@ class _Handler(StreamRequestHandler):
 
 
 class _Server(ThreadingMixIn, UnixStreamServer):
-    """Takes envelopes of some users, and answers one after the other; closing it waits for the current reply.
-
-    Args:
-        users: Ids of the users that may connect.
-        longest_body: Maximum size of a body in bytes.
-    """
+    """Takes envelopes of some users, by id, and answers one after the other; closing it waits for the current reply."""
 
     timeout = _STEP
 

@@ -114,6 +114,10 @@ class Diagnosis:
         barriers: Barriers between some pairs of clients' models; empty where none was requested.
         examples: Number of examples on which losses were measured; 0 without barriers.
         seconds: Time of the diagnosis, without the round itself.
+
+    Examples:
+        >>> report = fedspan.diagnose("runs/first")
+        >>> {path: layer.updates.drift for path, layer in report.layers.items()}
     """
 
     method: str

@@ -93,6 +93,10 @@ class CompareReport:
         rows: The methods, then the start and the baselines.
         folder: Folder of the runs and the tables.
         best: Name of the best row, if it is measurably better than every other one.
+
+    Examples:
+        >>> report = fedspan.compare("config.yaml", "runs/two", ["fedit", "rolora"])
+        >>> {row.name: row.mean for row in report.rows}
     """
 
     metric: str

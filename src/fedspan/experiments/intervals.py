@@ -127,12 +127,7 @@ def compare_clients(
 
 
 def _build_interval(values: Sequence[float], by_items: float, unit: str, note: str) -> Difference:
-    """Build the interval of a mean over seeds or clients.
-
-    Args:
-        values: One difference for each seed or client.
-        by_items: Standard error of their mean from the test items.
-    """
+    """Build the interval of a mean over seeds or clients; ``by_items`` is its standard error from the test items."""
     from scipy import stats  # it is slow to import, and few commands need it
 
     mean, count = math.fsum(values) / len(values), len(values)

@@ -259,6 +259,10 @@ class SweepReport:
         trials: The trials, best first, failed ones last.
         folder: Folder of the runs and the tables.
         best: Path of the config with the best values, ready to run; None if every trial failed.
+
+    Examples:
+        >>> report = fedspan.sweep("config.yaml", "runs/sweep", {"training.lr": "1e-4..1e-1"}, trials=8)
+        >>> [(trial.values, trial.mean) for trial in report.trials]
     """
 
     metric: str

@@ -15,7 +15,14 @@ from fedspan.progress.listener import Listener, Listeners, pass_on
 
 
 class Watcher(Listener):
-    """Listener for the events of a series and of its runs; every method does nothing by default."""
+    """Listener for the events of a series and of its runs; every method does nothing by default.
+
+    Examples:
+        >>> class Failures(fedspan.Watcher):
+        ...     def on_run_failure(self, step, reason):
+        ...         print(step.name, reason)
+        >>> fedspan.compare("config.yaml", "runs/two", ["fedit", "rolora"], listener=Failures())
+    """
 
     def on_series_start(self, steps: Sequence[Step]) -> None:
         """Handle the start of a series: all runs are planned and the folder exists."""

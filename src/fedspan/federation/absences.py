@@ -93,12 +93,7 @@ class Awaited:
 
 
 def _is_absent(missed: int, limit: int) -> bool:
-    """Return whether a client is not waited for: it missed ``limit`` rounds or more, but not 2, 4, 8, ... times those.
-
-    Args:
-        missed: Number of rounds in a row in which the client was selected and its reply did not count.
-        limit: Number of missed rounds from which on a client is not waited for.
-    """
+    """Return whether a client is not awaited: it missed ``limit`` rounds or more, but not 2, 4, 8, ... times those."""
     times, rest = divmod(missed, limit)
     is_due = rest == 0 and times > 1 and times & (times - 1) == 0
     return missed >= limit and not is_due

@@ -7,13 +7,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedspan.core.tensors import create_generator
-from fedspan.core.values import Job
+from fedspan.core.values import Job, ServerState
 from fedspan.federation.absences import Awaited, EvaluationAbsences
 from fedspan.federation.changes import compute_capped_median
 from fedspan.federation.federation import Federation
@@ -45,6 +46,10 @@ class ClientScores:
     def summarize(self, metric: str) -> dict[str, Any]:
         """Return unweighted client means of every metric, and under ``worst`` the client with the worst ``metric``."""
         return summarize(self.by_client, metric)
+
+
+PartScores = tuple[ClientScores | None, ClientScores | None]
+"""Scores on the clients' validation and test parts; None where no client has the part."""
 
 
 def summarize(by_client: Mapping[str, Metrics], metric: str) -> dict[str, Any]:
@@ -120,8 +125,12 @@ class Evaluator:
         for id in ids:  # lazily: a model is built only when it is requested
             yield (id,), self.build_job(progress, id)
 
-    def evaluate_clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
-        """Evaluate the clients' models on their own validation and test parts (None where no client has the part)."""
+    def evaluate_once(self, progress: Progress) -> PartScores:
+        """``evaluate_clients``, but clients that reported metrics of this model last are not asked for them again."""
+        return self.evaluate_clients(progress)
+
+    def evaluate_clients(self, progress: Progress) -> PartScores:
+        """Evaluate the clients' models on their own validation and test parts."""
         clients, examples, engine = self.federation.clients, self.federation.examples, self.federation.engine
         scored: tuple[dict[str, tuple[Tensor, np.ndarray]], ...] = ({}, {})
         evaluated = self.get_ids(progress)
@@ -237,8 +246,13 @@ class ReportedEvaluator(Evaluator):
     def __init__(self, federation: Federation, batch_size: int, clients: int | None = None) -> None:
         super().__init__(federation, batch_size, clients)
         self._absences, self._unscored = EvaluationAbsences(), set[str]()
+        self._complete: tuple[Callable[[], ServerState | None], PartScores] = (lambda: None), (None, None)
 
-    def evaluate_clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
+    def evaluate_once(self, progress: Progress) -> PartScores:
+        state, scores = self._complete
+        return scores if state() is progress.state else self.evaluate_clients(progress)
+
+    def evaluate_clients(self, progress: Progress) -> PartScores:
         """``Evaluator.evaluate_clients``; clients that do not reply are left out and recorded as events.
 
         A client that replied without scores has too few examples for them, in every round, and is not asked again.
@@ -284,7 +298,10 @@ class ReportedEvaluator(Evaluator):
                 on_reply=record_scores,
             )
         self._absences.record(ids, measured)
-        return self._pool("validation", reported["validation"]), self._pool("test", reported["test"])
+        scores = self._pool("validation", reported["validation"]), self._pool("test", reported["test"])
+        if measured | self._unscored >= set(self.get_ids(progress)):
+            self._complete = ref(progress.state), scores
+        return scores
 
     def _pool(self, part: ScoredPart, by_client: Mapping[str, Scores]) -> ClientScores | None:
         """Pool the clients' metrics.

@@ -320,10 +320,6 @@ class Round:
         Returns:
             Both reductions as one, and the clients that missed the second exchange: their next orders continue from the
             state before this round.
-
-        Raises:
-            TooFewReplies: If too few replies are accepted after all attempts.
-            FedspanError: If the method names tensors of both replies alike.
         """
         context, aggregation = self.context, self.aggregation
         order = context.method.build_second_order(context.state, first)

@@ -67,11 +67,7 @@ def _run_attention(
 def _attend_variable(
     layout: TokenLayout, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """Run attention over texts of variable length: (1, heads, P, d) -> (1, P, heads, d).
-
-    Raises:
-        Padded: If the model's attention has more than a scale, causality and a window.
-    """
+    """Run attention of a scale, causality and a window, or raise: (1, heads, P, d) -> (1, P, heads, d)."""
     others = ("softcap", "position_bias", "s_aux")
     attend = import_variable_attention()
     if attend is None or options.get("dropout") or any(options.get(name) is not None for name in others):

@@ -105,6 +105,10 @@ class Plan:
         transfer: Mean seconds in which a client receives and sends its messages of a round; None if no bandwidth was
             given.
         time: Duration of the clients' training; None if no device was given.
+
+    Examples:
+        >>> report = fedspan.plan("config.yaml")
+        >>> report.bytes_down + report.bytes_up
     """
 
     method: str

@@ -43,7 +43,7 @@ def diagnose(
 
     Examples:
         >>> diagnosis = fedspan.diagnose("runs/first", round="best", pairs=0)
-        >>> diagnosis.layers[0]
+        >>> diagnosis.alignment
 
     Raises:
         FedspanError: If there is no run or no such checkpoint, the run is a deployment's (its clients' data are

@@ -43,7 +43,7 @@ def compute_final_scores(
     """Compute the final scores: on the held-out set and on the clients' own test parts."""
     metric, scores = prepared.task.metric, dict[str, Any]()
     by_value: dict[str, dict[str, Any]] = {}
-    validation, test_scores = prepared.evaluator.evaluate_clients(progress)
+    validation, test_scores = prepared.evaluator.evaluate_once(progress)
     if validation is not None:
         scores["validation"] = dict(validation.pooled)
     if test_scores is not None:
@@ -106,7 +106,7 @@ def finish_training(
         the final rounds trained on them.
     """
     rounds = prepared.config.federation.final_rounds if selection.measured and best.state.round else 0
-    validation = prepared.evaluator.evaluate_clients(best)[0] if rounds else None
+    validation = prepared.evaluator.evaluate_once(best)[0] if rounds else None
     progress, federation = best, _include_validation(prepared, best) if rounds else prepared.federation
     for _ in range(rounds):
         result = federation.run_round(progress)

@@ -53,6 +53,10 @@ class RunReport:
             few nodes report them (``docs/robustness.md``).
         final_rounds: Number of rounds after the best one that trained on all examples, those of the validation parts
             included; the exported models are those after them.
+
+    Examples:
+        >>> report = fedspan.run("config.yaml", "runs/first")
+        >>> report.best_round, report.scores["test"]["accuracy"], report.bytes["up"]
     """
 
     method: str

@@ -90,6 +90,9 @@ class TaskDefinition:
         require_generation: Checks that the task and the model can generate texts together; None: nothing is to check.
         make_examples: Makes examples for ``fedspan plan --device here`` from token ids and random class indices
             (examples,); None: the time of this task is not measured.
+
+    Examples:
+        >>> fedspan.TaskDefinition(name="stars", title="a number of stars for a text", head="regression", build=build)
     """
 
     name: str

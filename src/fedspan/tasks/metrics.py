@@ -27,6 +27,9 @@ class Metric:
         maximum: Largest possible value; for metrics without an upper bound, far above any value of a trained model.
         is_exponential_of_loss: Whether the metric is the exponential of the loss.
         is_mean: Whether the metric is a mean over examples, each of which contributes a number within the bounds.
+
+    Examples:
+        >>> fedspan.Metric("absolute error", greater_is_better=False, maximum=1e15)
     """
 
     title: str

@@ -150,11 +150,7 @@ class PreferenceTuning:
         return self._score(model, batch)[0]
 
     def _compare(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute log-probabilities, their differences from the reference's, and numbers of tokens, (B, 2) each.
-
-        Raises:
-            ValueError: If the reference's log-probabilities are not computed.
-        """
+        """Compute log-probabilities, their differences from the reference's, and numbers of tokens, (B, 2) each."""
         if _REFERENCE not in batch:
             raise ValueError("the reference of some examples is not computed: call Engine.prepare before")
         scores_B2, counts_B2 = self._score(model, batch)

@@ -289,11 +289,7 @@ class Seq2Seq(VocabularyTask):
 def _set_languages(
     tokenizer: PreTrainedTokenizerBase, options: Seq2SeqOptions
 ) -> tuple[PreTrainedTokenizerBase, dict[str, int | None] | None]:
-    """Return a tokenizer that marks texts with their languages, and how generated texts get the targets' language.
-
-    Returns:
-        The tokenizer, and settings of the generation; those are None without languages.
-    """
+    """Return a tokenizer that marks texts with their languages, and how generated texts get the targets' (or None)."""
     has_languages = hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")
     if options.source_language is None or options.target_language is None:
         if has_languages:

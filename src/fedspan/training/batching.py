@@ -210,11 +210,7 @@ class Padding:
         return nullcontext() if layout is None or layout.padding < _WORTH else self._unpadded.within(layout)
 
     def _verify(self, unpadded: Unpadded, examples: Examples) -> None:
-        """Compare predictions with padding and without.
-
-        Raises:
-            Padded: If they differ by more than rounding.
-        """
+        """Compare predictions with padding and without; ``Padded``: they differ by more than rounding."""
         order = np.argsort(examples.lengths, kind="stable")
         if not len(order):
             raise Padded("there are no examples")

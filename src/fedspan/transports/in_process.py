@@ -126,11 +126,7 @@ class InProcess(TimedTransport):
     def _train(
         self, orders: Orders, responding: Sequence[str], on_reply: OnReply, seconds: float, waits_for_dropped: bool
     ) -> None:
-        """Train the present clients and pass on their replies in the order of the simulated clock.
-
-        Args:
-            waits_for_dropped: Whether the server waits until the deadline, for clients that do not reply.
-        """
+        """Train the present clients and pass on their replies in the order of the simulated clock."""
         replies: dict[str, Envelope | str] = {}
         conditions = self.conditions
         if conditions is None or conditions.speed is None:

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 import fedspan
 from fedspan.config.node import NodeConfig
 from fedspan.deployment.trainer_node import TrainerNode
-from fedspan.errors import FedspanError
 from fedspan.training.trainers.local import RoundPlan
 from fedspan.training.trainers.optimizer import JobOptimizer
 from fedspan.training.trainers.transformers import TransformersTrainer, list_unused_arguments
@@ -24,6 +23,7 @@ from helpers import tiny_decoders, tiny_seq2seq
 from helpers.captured_log import CapturedLog
 from helpers.families import others_slow
 from helpers.node_service import node, serve
+from helpers.refusals import refused
 from helpers.trainer_clients import QUIET, sentence_encoder, spare_the_collector
 
 OWNERS = (0, 1)
@@ -206,7 +206,7 @@ def test_a_sentence_encoder_that_uses_a_weight_without_a_call_is_refused(tiny_fo
     query = bert.encoder.layer[0].attention.self.query
     bert.embeddings.register_forward_hook(lambda _, args, hidden: hidden + functional.linear(hidden, query.weight))
     config = {"model": {"target_modules": ENCODER}, "method": {"r": 2}}
-    with pytest.raises(FedspanError, match=r"uses the weight of '.*layer\.0.*query' without calling the layer"):
+    with refused("model.target_modules"):
         fedspan.simulate(config, tmp_path / "run", trainers={"a": sentences(tmp_path, 0, model)})
     assert "forward" not in vars(bert)
 
@@ -361,7 +361,7 @@ def test_examples_are_counted_as_the_loader_yields_them(
 def test_a_sampler_with_which_a_trainer_misses_planned_steps_is_refused(tmp_path: Path) -> None:
     trainer = loading_trainer({"batch_sampler": FewerBatches()}, {}, tmp_path)
     config = {"model": {"target_modules": ["q", "v"]}, "training": {"lr": 0.01, "local_steps": 6}}
-    with pytest.raises(FedspanError, match="client a in round 1 ended after 4 of 6 planned steps") as caught:
+    with refused("trainer", "client a in round 1 ended after 4 of 6 planned steps") as caught:
         fedspan.simulate(config, tmp_path / "run", trainers={"a": trainer})
     assert "its loader yields fewer batches than its length says" in str(caught.value)
 
@@ -376,24 +376,24 @@ def test_an_adapter_of_trl_is_refused_with_its_spelling_in_the_config(decoders: 
         peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
         **split(rows(0, "text")),
     )
-    with pytest.raises(fedspan.FedspanError, match=r"Leave peft_config .* method: \{r: 4, lora_alpha: 8\}"):
+    with refused("trainers['a']"):
         fedspan.simulate({}, tmp_path / "run", trainers={"a": trainer})
 
 
 def test_weights_outside_of_the_transformers_model_are_compared(tiny_folder: Path, tmp_path: Path) -> None:
     trainers = {str(seed): sentences(tiny_folder, 0, sentence_encoder(tiny_folder, seed)) for seed in OWNERS}
     config = {"model": {"target_modules": ENCODER}, "method": {"name": "rolora", "r": 2}}
-    with pytest.raises(fedspan.FedspanError, match="frozen weights of the model of '1' differ"):
+    with refused("trainers", "frozen weights of the model of '1' differ"):
         fedspan.simulate(config, tmp_path / "run", trainers=trainers)
     config_of_node = NodeConfig.model_validate({"id": "a", "server": "localhost:1", "folder": str(tmp_path / "node")})
-    with pytest.raises(fedspan.FedspanError, match="outside of the Transformers model"):
+    with refused("trainer", "outside of the Transformers model"):
         TrainerNode(config_of_node, trainers["0"])
 
 
 def test_a_pooling_that_no_server_has_is_refused_by_a_node(tiny_folder: Path, tmp_path: Path) -> None:
     model = sentence_encoder(tiny_folder)
     model[1].pooling_mode = ("mean", "max")
-    with pytest.raises(FedspanError, match=r"its pooling is mean and max, and the server .* by mean, cls, max or last"):
+    with refused("trainer", r"its pooling is mean and max, and the server .* by mean, cls, max or last"):
         TrainerNode(node(tiny_folder, tmp_path / "node", data={}), sentences(tiny_folder, 0, model))
 
 
@@ -408,5 +408,5 @@ def test_an_evaluator_without_evaluation_examples_is_refused(tiny_folder: Path) 
         train_dataset=trainer.train_dataset,
         evaluator=evaluator,
     )
-    with pytest.raises(FedspanError, match=r"evaluator= without an eval_dataset=.* Pass an eval_dataset= too"):
+    with refused("trainer", r"evaluator= without an eval_dataset=.* Pass an eval_dataset= too"):
         TransformersTrainer(lone)

@@ -12,13 +12,13 @@ from transformers import TrainerCallback
 
 from fedspan.assembly.run import Prepared
 from fedspan.config import RunConfig
-from fedspan.errors import FedspanError
 from fedspan.methods.registry import METHODS
 from fedspan.training.trainers.transformers import count_examples, get_length, translate_metrics
 from fedspan.training.trainers.transformers_round import restore_losses
 from fedspan.wrappers.registry import WRAPPERS
 from helpers import tiny
 from helpers.families import others_slow
+from helpers.refusals import refused
 from helpers.trainer_clients import spare_the_collector, with_trainers
 from helpers.watched_rounds import OPTIONS
 from helpers.wrapped_configs import TRAINING
@@ -34,9 +34,9 @@ class Unsized:
 def test_lengths_of_data_sets_are_added() -> None:
     assert get_length([1, 2, 3]) == 3
     assert get_length({"pairs": [1, 2], "scores": {"a": [3], "b": []}}) == 3
-    with pytest.raises(FedspanError, match="the trainer has no train_dataset"):
+    with refused("trainer", "the trainer has no train_dataset"):
         get_length(None)
-    with pytest.raises(FedspanError, match="the number of examples of an IterableDataset is unknown"):
+    with refused("trainer", "the number of examples of an IterableDataset is unknown"):
         get_length({"pairs": [1, 2], "stream": Unsized()})
 
 
@@ -91,7 +91,7 @@ def test_batches_without_a_tensor_are_refused() -> None:
     counter: Any = Counter()
     with (
         count_examples(trainer, counter),
-        pytest.raises(FedspanError, match=r"its batches \(dict\) hold no tensor, by whose rows examples are counted"),
+        refused("trainer", r"its batches \(dict\) hold no tensor, by whose rows examples are counted"),
     ):
         trainer.get_batch_samples()
 

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.transports.http.client import Link, NodeConnection
 from fedspan.transports.http.invitations import invite
@@ -21,6 +20,7 @@ from fedspan.transports.http.server import OutgoingOrder, RunLink, attach
 from fedspan.transports.http.signing import Body, UnsignedSigner
 from fedspan.transports.http.store import DATABASE, MESSAGES, Order, Store
 from fedspan.transports.http.transport import Bodies, ServerTransport, send_envelopes
+from helpers import refusals
 from helpers.http_server import LocalServer, join, kill_serving, run_server, send_order, serve_here
 from helpers.reply_transport import exchanged
 
@@ -105,7 +105,7 @@ def test_a_full_disk_ends_its_run_with_the_reason(server: LocalServer, monkeypat
     with attach(server.link, 2**20) as other:
         monkeypatch.setattr(Store, "add_orders", fail)
         with (
-            pytest.raises(FedspanError, match=r"failed with status 503, perhaps because its disk is full.*--resume"),
+            refusals.refused("server", r"failed with status 503, perhaps because its disk is full.*--resume"),
             attach(server.link, 2**20) as run,
             join(server.link.address) as node,
         ):
@@ -132,7 +132,7 @@ def test_a_deleted_database_ends_its_runs_and_leaves_no_message(tmp_path: Path) 
                     assert time.monotonic() < until
                     run.cancel(["0"])
 
-        with pytest.raises(FedspanError, match=r"does not know this run.*--resume"):
+        with refusals.refused("server", r"does not know this run.*--resume"):
             send_after_the_end()
         assert not list((link.folder / "messages").iterdir())
         with attach(link, 2**20) as run, join(link.address) as node:
@@ -162,7 +162,7 @@ def test_a_body_that_is_stored_while_the_server_restarts_is_there_for_its_orders
 
 def test_a_damaged_database_is_named_with_the_way_on(tmp_path: Path) -> None:
     (tmp_path / DATABASE).write_bytes(b"no database" * 1000)
-    with pytest.raises(FedspanError, match=r"orders\.db is damaged .*Remove it"):
+    with refusals.refused("server", r"orders\.db is damaged .*Remove it"):
         Store(tmp_path)
 
 
@@ -194,7 +194,7 @@ def test_a_locked_database_is_not_called_damaged(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / DATABASE)) as other:
         other.execute("PRAGMA locking_mode = EXCLUSIVE")
         other.execute("BEGIN EXCLUSIVE")
-        with pytest.raises(FedspanError, match="cannot be opened") as caught:
+        with refusals.refused("server", "cannot be opened") as caught:
             Store(tmp_path)
     assert "Remove it" not in str(caught.value)
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
 from fedspan.transports.http import keys, signing
+from helpers.refusals import refused
 
 
 def handshake(folder: Path, authority: Path, name: str) -> None:
@@ -79,7 +79,7 @@ def test_a_first_start_that_was_interrupted_is_continued(tmp_path: Path, monkeyp
 def test_certificates_without_their_authority_are_not_replaced(tmp_path: Path) -> None:
     keys.make_authority(tmp_path, [])
     (tmp_path / keys.AUTHORITY).unlink()
-    with pytest.raises(FedspanError, match="already has certificates"):
+    with refused("certificates", "already has certificates"):
         keys.ensure_authority(tmp_path, [])
 
 
@@ -97,9 +97,9 @@ def test_what_is_secret_is_only_its_owner_s_and_nothing_is_overwritten(tmp_path:
         assert path.stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
     assert b"PRIVATE" not in public.read_bytes()
-    with pytest.raises(FedspanError, match="already has certificates"):
+    with refused("certificates", "already has certificates"):
         keys.make_authority(tmp_path / "a", [])
-    with pytest.raises(FedspanError, match=r"node\.key' already exists"):
+    with refused("key", r"node\.key' already exists"):
         keys.make_node_key(tmp_path / "node.key")
 
 
@@ -109,14 +109,14 @@ def test_a_key_is_read_back_unless_others_can_read_it_or_it_is_none(tmp_path: Pa
     found = keys.load_node_key(path).public_key()
     assert found.curve.name == "secp384r1"
     path.chmod(0o644)
-    with pytest.raises(FedspanError, match="chmod 600"):
+    with refused("key", "chmod 600"):
         keys.load_node_key(path)
     for content in (b"", b"nonsense", public.read_bytes()):
         path.write_bytes(content)
         path.chmod(0o600)
-        with pytest.raises(FedspanError, match="a private key"):
+        with refused("key", "a private key"):
             keys.load_node_key(path)
-    with pytest.raises(FedspanError, match="a private key"):
+    with refused("key", "a private key"):
         keys.load_node_key(tmp_path / "nothing")
 
 
@@ -126,7 +126,7 @@ def test_ssh_keygen_s_keys_do_as_well_but_no_others_of_its_kinds(tmp_path: Path)
         made = ["ssh-keygen", "-q", "-t", kind, "-b", bits, "-N", "", "-f", str(tmp_path / kind)]
         subprocess.run(made, check=True, env={**os.environ, "HOME": str(tmp_path)})
     assert keys.load_node_key(tmp_path / "ecdsa")
-    with pytest.raises(FedspanError, match="elliptic-curve"):
+    with refused("key", "elliptic-curve"):
         keys.load_node_key(tmp_path / "ed25519")
 
 
@@ -252,7 +252,7 @@ def test_the_authority_s_file_must_certify_the_order_key(made: tuple[Path, Any, 
         path = tmp_path / name.replace(" ", "-")
         if content is not None:
             path.write_text(content)
-        with pytest.raises(FedspanError, match=r"ca\.crt that fedspan server wrote"):
+        with refused("authority", r"ca\.crt that fedspan server wrote"):
             signing.NodeSigner(private, path)
 
 
@@ -260,7 +260,7 @@ def test_the_authority_s_file_must_certify_the_order_key(made: tuple[Path, Any, 
 def test_a_server_without_its_order_key_does_not_start(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / keys.ORDER_KEY).write_bytes(content)
-    with pytest.raises(FedspanError, match="order key"):
+    with refused("server", "order key"):
         signing.ServerSigner(tmp_path, dict)
 
 
@@ -283,7 +283,7 @@ def test_certificates_are_renewed_without_cutting_a_node_off(tmp_path: Path) -> 
     new = node(renewed)
     for one in (old, new):
         assert one.open_order(order_of(server(), one)[0], 7).envelope == ORDER
-    with pytest.raises(FedspanError, match="not in use yet"):
+    with refused("certificates", "not in use yet"):
         keys.renew_authority(folder, [])
     keys.activate_authority(folder)
     assert keys.list_certified_hosts(folder)[:2] == ["fl.example.org", "localhost"]
@@ -291,7 +291,7 @@ def test_certificates_are_renewed_without_cutting_a_node_off(tmp_path: Path) -> 
     assert new.open_order(order_of(server(), new)[0], 7).envelope == ORDER
     with pytest.raises(ValueError, match="not valid"):
         old.open_order(order_of(server(), old)[0], 7)
-    with pytest.raises(FedspanError, match="there are no renewed certificates"):
+    with refused("certificates", "there are no renewed certificates"):
         keys.activate_authority(folder)
     third = node(keys.renew_authority(folder, []).read_bytes())  # trusts the second and the third, not the first
     assert len(third.order_keys) == 2
@@ -306,7 +306,7 @@ def test_expired_certificates_open_no_order(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(keys, "_DAYS", 0)
     keys.make_authority(tmp_path / "over", [])
     assert keys.compute_days_left(tmp_path / "over" / keys.CERTIFICATE) <= 0
-    with pytest.raises(FedspanError, match=r"have expired\. Ask the server's operator"):
+    with refused("authority", r"have expired\. Ask the server's operator"):
         signing.NodeSigner(private, tmp_path / "over" / keys.AUTHORITY)
 
 

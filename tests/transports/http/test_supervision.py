@@ -50,9 +50,9 @@ def test_a_port_that_is_taken_is_named(insecure: bool, tmp_path: Path) -> None:
             FedspanError, match=rf"`--port`: {port} is not accepted\. Expected a port that is not in use"
         ):
             supervision.supervise(tmp_path, link, "127.0.0.1", Event(), lambda: None)
-    with pytest.raises(FedspanError, match="--host"):
+    with refused("--host"):
         supervision.supervise(tmp_path, link, "192.0.2.1", Event(), lambda: None)
-    with pytest.raises(FedspanError, match="--proxy"):
+    with refused("--proxy"):
         supervision.supervise(tmp_path, link, "127.0.0.1", Event(), lambda: None, proxies=["proxy.example.org"])
     assert not (tmp_path / "server.log").exists()
 
@@ -164,7 +164,7 @@ def test_a_run_ends_with_the_server_s_reason(status: int, said: str, tmp_path: P
 def test_a_run_whose_server_does_not_answer_says_so(tmp_path: Path) -> None:
     with (
         serve_here(tmp_path) as server,
-        pytest.raises(FedspanError, match=r"did not answer \(ReadTimeout\).*--resume"),
+        refused("server", r"did not answer \(ReadTimeout\).*--resume"),
         attach(server.link, 1),
     ):
         raise httpx.ReadTimeout("")
@@ -174,10 +174,10 @@ def test_a_run_without_its_server_or_with_another_secret_is_refused(tmp_path: Pa
     with serve_here(tmp_path) as server:
         secret = server.link.secret.read_text()
         server.link.secret.write_text("another")
-        with pytest.raises(FedspanError, match=r"`secret`.*answered 403"), attach(server.link, 1):
+        with refused("secret", r"`secret`.*answered 403"), attach(server.link, 1):
             pass
         server.link.secret.write_text(secret)
-    with pytest.raises(FedspanError, match="Is fedspan server running"), attach(server.link, 1):
+    with refused("server", "Is fedspan server running"), attach(server.link, 1):
         pass
 
 
@@ -303,11 +303,11 @@ def test_a_revoked_node_is_out_for_good_and_logged(prepared: Any, key: Callable[
         ("revoked", "clinic-a"),
     ]
     assert rows[-1]["reason"] == "stolen"
-    with pytest.raises(FedspanError, match="this key was revoked, and stays so"):
+    with refused("key", "this key was revoked, and stays so"):
         admissions.admit_node(prepared, key("a"), "clinic-a")
-    with pytest.raises(FedspanError, match="no node 'clinic-a' was admitted"):
+    with refused("NODE", "no node 'clinic-a' was admitted"):
         admissions.revoke_node(prepared, "clinic-a")
-    with pytest.raises(FedspanError, match="no node '' was admitted"):
+    with refused("NODE", "no node '' was admitted"):
         admissions.revoke_node(prepared, "")
 
 
@@ -319,7 +319,7 @@ def test_a_name_has_no_invisible_characters(prepared: Any, key: Callable[[str], 
 
 def test_a_key_is_replaced_under_its_name(prepared: Any, key: Callable[[str], Path]) -> None:
     admissions.admit_node(prepared, key("old"), "clinic-a")
-    with pytest.raises(FedspanError, match=r"'clinic-a' has another key\. Use --replace"):
+    with refused("--as"):
         admissions.admit_node(prepared, key("new"), "clinic-a")
     admissions.admit_node(prepared, key("new"), "clinic-a", replace=True)
     assert {id: one.key for id, one in admissions.read_admissions(prepared).items()} == {
@@ -338,7 +338,7 @@ def test_a_lost_list_is_rebuilt_and_a_damaged_one_stops_the_server(prepared: Any
     assert names(prepared) == ["a", "c", "d"]
     for content in ("{", "[]", '{"a": {}}', '{"11": "clinic-a"}'):
         (prepared.folder / "nodes.json").write_text(content)
-        with pytest.raises(FedspanError, match=r"nodes\.json is damaged .* Remove it: it is rebuilt"):
+        with refused("server", r"nodes\.json is damaged .* Remove it: it is rebuilt"):
             admissions.read_admissions(prepared)
     (prepared.folder / "nodes.json").unlink()
     log = prepared.folder / "audit.jsonl"
@@ -396,7 +396,7 @@ def test_a_limit_on_examples_stays_with_the_name_until_it_is_changed(prepared: A
     content = json.loads((prepared.folder / "nodes.json").read_text())
     content[str(id_of(key("b")))]["max_examples"] = -1
     (prepared.folder / "nodes.json").write_text(json.dumps(content))
-    with pytest.raises(FedspanError, match=r"nodes\.json is damaged"):
+    with refused("server", r"nodes\.json is damaged"):
         admissions.read_admissions(prepared)
 
 

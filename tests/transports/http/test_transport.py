@@ -3,7 +3,7 @@
 import gc
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -98,17 +98,23 @@ def test_who_is_offline_is_given_up_at_once_or_after_so_much_patience() -> None:
     assert isinstance(back["a"], Envelope)
 
 
-def test_who_comes_back_in_time_is_asked() -> None:
-    server = PretendServer([1, 2], {1: 3})
-    found = make_transport(server, reconnect_timeout=30.0)
+def exchange_with_change(nodes: transport.ServerTransport, change: Callable[[], object]) -> dict[str, Any]:
+    """Exchange orders, with patience for nodes that are offline; the change comes with each reply."""
     back: dict[str, Any] = {}
 
     def replied(id: str, envelope: Envelope | str) -> bool:
         back[id] = envelope
-        server.online = [1, 2, 3]
+        change()
         return False
 
-    found.exchange(Orders("train", ENVELOPES, ENVELOPES.__getitem__), replied, 60.0, wait_for_offline=True)
+    nodes.exchange(Orders("train", ENVELOPES, ENVELOPES.__getitem__), replied, 60.0, wait_for_offline=True)
+    return back
+
+
+def test_who_comes_back_in_time_is_asked() -> None:
+    server = PretendServer([1, 2], {1: 3})
+    found = make_transport(server, reconnect_timeout=30.0)
+    back = exchange_with_change(found, lambda: setattr(server, "online", [1, 2, 3]))
     assert set(back) == set(NODES)
     assert all(isinstance(one, Envelope) for one in back.values())
 
@@ -117,15 +123,8 @@ def test_nobody_waits_for_a_node_whose_key_was_revoked() -> None:
     gone: list[int] = []
     server = PretendServer([1, 2], {2: 10**6})  # 3 is offline, 2 has its order and does not answer
     found = make_transport(server, reconnect_timeout=60.0, revoked=lambda: gone)
-    back: dict[str, Any] = {}
-
-    def replied(id: str, envelope: Envelope | str) -> bool:
-        back[id] = envelope
-        gone[:] = [2, 3]
-        return False
-
     began = time.monotonic()
-    found.exchange(Orders("train", ENVELOPES, ENVELOPES.__getitem__), replied, 60.0, wait_for_offline=True)
+    back = exchange_with_change(found, lambda: gone.extend([2, 3]))
     assert back == {"a": ENVELOPES["a"], "b": "its node's key was revoked", "c": "its node's key was revoked"}
     assert time.monotonic() - began < 10
 

@@ -44,6 +44,7 @@ from fedspan.federation.progress import Progress
 from fedspan.training.stages import Stage, Stages
 from fedspan.transports.ray.team import Piece, Queues, Team, open_team
 from fedspan.transports.ray.transport import ClusterPredictor, cut_stacks
+from helpers import refusals
 
 WORKERS = {"cluster": {"workers": 2}}
 
@@ -188,7 +189,7 @@ def test_data_may_be_passed_and_a_model_may_not(tiny_folder: Path, tmp_path: Pat
     report = fedspan.run(settings, tmp_path / "run", data=rows, progress=False)
     assert report.rounds == 2
     model = tiny.fresh_classifier(tiny_folder / "bert")
-    with pytest.raises(FedspanError, match="workers load the model themselves"):
+    with refusals.refused("model", "workers load the model themselves"):
         fedspan.run({**settings, "model": {"target_modules": tiny.BERT}}, tmp_path / "refused", data=rows, model=model)
 
 

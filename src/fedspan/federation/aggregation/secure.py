@@ -252,11 +252,7 @@ class SecureAggregation:
 
 
 def _decode_vector(reply: Reply, total: Integers) -> Integers:
-    """Return the masked vector of a reply.
-
-    Raises:
-        ValueError: If it is missing or does not match the layout of the sum.
-    """
+    """Return the masked vector of a reply; ValueError: it is missing or does not match the layout of the sum."""
     message = serialization.decode(reply.body)
     dtype = torch.int32 if total.itemsize == 4 else torch.int64
     value = message.tensors.get(MASKED)

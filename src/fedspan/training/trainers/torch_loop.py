@@ -27,6 +27,12 @@ class TrainingRound:
         plan: What is to be trained.
         optimizer: The optimizer of the round, over the parameters that train.
         module: The module that trains.
+
+    Examples:
+        >>> for batch in round.batches(loader):
+        ...     loss = model(**batch).loss
+        ...     loss.backward()
+        ...     round.step(loss, examples=len(batch["labels"]))
     """
 
     def __init__(self, plan: RoundPlan, optimizer: JobOptimizer, module: nn.Module) -> None:

@@ -270,11 +270,7 @@ class TrainerEngine(TrainingServices):
     def _require_frozen(
         self, owner: Owner, live: Mapping[str, Tensor], when: str, before: Mapping[str, int] | None = None
     ) -> dict[str, int]:
-        """Check that an owner's model has the frozen weights with which the run began, and return their checksums.
-
-        Args:
-            before: Checksums before the trainer ran, also of extras that do not train; None: it has not run.
-        """
+        """Check that a model has the run's frozen weights (``before``; None: not known), and return their checksums."""
         root = owner.trainer.root
         checksums = checksum_frozen(root, live)
         changed = self._frozen[root].list_changed(checksums)

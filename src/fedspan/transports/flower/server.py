@@ -74,12 +74,7 @@ class GridTransport(Transport):
         seconds: float,
         wait: float,
     ) -> Iterator[tuple[str, Envelope | str]]:
-        """Send orders to the nodes that are online, and yield replies and failures; both are removed from the inputs.
-
-        Args:
-            unsent: Clients without an order so far.
-            wait: Time limit for offline nodes.
-        """
+        """Send orders to online nodes, and yield replies and failures; both are removed from the inputs."""
         online = set(self._grid.get_node_ids()) if unsent else set[int]()
         for id in [id for id in unsent if self._nodes[id] in online]:
             del unsent[id]

@@ -281,12 +281,7 @@ def _parse_nodes(path: Path, version: tuple[int, int, int]) -> Mapping[int, Admi
 
 
 def _parse_admission(row: Mapping[str, object]) -> Admission:
-    """Return an admission from its plain values.
-
-    Raises:
-        KeyError: If a field is missing.
-        ValueError: If the number of examples is none.
-    """
+    """Return an admission from its plain values; KeyError or ValueError: they are none."""
     most = row.get("max_examples")
     if most is not None and (type(most) is not int or most < 1):
         raise ValueError("a number of examples is at least 1")
