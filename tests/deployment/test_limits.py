@@ -420,6 +420,47 @@ def test_a_loss_that_is_not_finite_is_hidden_by_noise(mechanism: str, tiny_folde
     assert all(bool(value.isfinite().all()) for value in decode(reply.body).tensors.values())
 
 
+def offer(kind: str, folder: Path, offered: Path) -> Path:
+    """Offer a model with a tokenizer that gives one word, admin1, a number for which it has no embedding."""
+    shutil.copytree(folder, offered)
+    shutil.rmtree(offered / "bert")
+    tiny.save_model(kind, offered).rename(offered / "bert")
+    tokenizer = json.loads((offered / "bert" / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["admin1"] = 10**6
+    (offered / "bert" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return offered
+
+
+def record_measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Record how many examples of each part an evaluation measures, and how many there are."""
+    measured: list[tuple[int, int]] = []
+
+    def record(metrics: Any, count: int, examples: int, *args: Any) -> dict[str, float]:
+        measured.append((count, examples))
+        return add_noise(metrics, count, examples, *args)
+
+    monkeypatch.setattr(metric_noise, "add_noise", record)
+    return measured
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "layers"), [("bert", "batched", None), ("deep-bert", "batched", [1]), ("deep-bert", "loop", [1])]
+)
+def test_a_text_on_which_the_chosen_model_fails_spoils_no_other_s_metrics(
+    kind: str, engine: str, layers: list[int] | None, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor if it is the longest of the data set, on which passes without padding and stored states are verified."""
+    folder, measured = offer(kind, tiny_folder, tmp_path / "offered"), record_measured(monkeypatch)
+    texts = (folder / "corpus.csv").read_text().replace("admin1", "admin2").splitlines()
+    texts[1:9] = [f"{'admin1 ' * 14},{text.split(',', 1)[1]}" for text in texts[1:9]]
+    (folder / "corpus.csv").write_text("\n".join(texts))
+    service = NodeService(node(folder, tmp_path / "node", limits={"evaluation_epsilon": 0.1}))
+    run, _ = served(folder, service, model={"layers_to_transform": layers}, engine={"name": engine})
+    run.evaluator.evaluate_clients(run.federation.begin())
+    assert len(measured) == 2
+    assert all(count >= examples - 8 > 0 for count, examples in measured)
+
+
 @pytest.mark.parametrize(
     ("mechanism", "kind", "layers", "place"),
     [
@@ -440,17 +481,7 @@ def test_a_text_on_which_the_chosen_model_fails_is_hidden_by_noise(
     pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
     from fedspan.training.noisy_sum import NoisySum  # needs Opacus
 
-    folder = Path(shutil.copytree(tiny_folder, tmp_path / "offered"))
-    shutil.rmtree(folder / "bert")
-    tiny.save_model(kind, folder).rename(folder / "bert")
-    tokenizer = json.loads((folder / "bert" / "tokenizer.json").read_text())
-    tokenizer["model"]["vocab"]["admin1"] = 10**6
-    (folder / "bert" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    measured: list[tuple[int, int]] = []
-
-    def record(metrics: Any, count: int, examples: int, *args: Any) -> dict[str, float]:
-        measured.append((count, examples))
-        return add_noise(metrics, count, examples, *args)
+    folder, measured = offer(kind, tiny_folder, tmp_path / "offered"), record_measured(monkeypatch)
 
     def collate(*args: Any, collate: Any = SequenceClassification.collate) -> dict[str, torch.Tensor]:
         batch = collate(*args)
@@ -467,7 +498,6 @@ def test_a_text_on_which_the_chosen_model_fails_is_hidden_by_noise(
         monkeypatch.setattr(SequenceClassification, "collate", collate)
     elif place == "sum":
         monkeypatch.setattr(NoisySum, "add", add)
-    monkeypatch.setattr(metric_noise, "add_noise", record)
     service = NodeService(node(folder, tmp_path / "node", limits={"evaluation_epsilon": 0.1}))
     privacy = {"mechanism": mechanism, "clip": 1.0, "noise": 4.0, "randomness": "secret"}
     model = {"layers_to_transform": layers}

@@ -216,23 +216,20 @@ class Padding:
             raise Padded("there are no examples")
         sample = order[np.unique(np.linspace(0, len(order) - 1, _SAMPLE).astype(np.int64))].tolist()
         self.adapted.install({}, {}, frozenset())
-        batch = self.task.collate(examples, sample, self.adapted.device)
-        layout = build_layout(batch, examples.lengths[sample])
-        if layout is None or not _is_padded_right(batch, examples.lengths[sample]):
-            raise Padded("its batches have no attention mask with padding on the right")
-        with enter_evaluation(self.adapted.model):
-            expected = self.task.compute_client_losses(
-                self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device)
-            )
-            try:
+        try:
+            batch = self.task.collate(examples, sample, self.adapted.device)
+            layout = build_layout(batch, examples.lengths[sample])
+            if layout is None or not _is_padded_right(batch, examples.lengths[sample]):
+                raise Padded("its batches have no attention mask with padding on the right")
+            rows = torch.eye(len(sample)).to(self.adapted.device)
+            with enter_evaluation(self.adapted.model):
+                expected = self.task.compute_client_losses(self.adapted.model, batch, rows)
                 with unpadded.within(layout):
-                    losses = self.task.compute_client_losses(
-                        self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device)
-                    )
-            except Padded:
-                raise
-            except Exception as error:  # blocks may fail in any way on tokens in one row
-                raise Padded(f"a forward pass without padding failed ({type(error).__name__}: {error})") from error
+                    losses = self.task.compute_client_losses(self.adapted.model, batch, rows)
+        except Padded:
+            raise
+        except Exception as error:  # on an example, which then fails alone; or in a block, on tokens in one row
+            raise Padded(f"a forward pass without padding failed ({type(error).__name__}: {error})") from error
         difference = float((losses - expected).norm() / expected.norm())
         if not difference < compute_tolerance(self.adapted.model):
             raise Padded(f"losses differ by {difference:.1e} without padding")
