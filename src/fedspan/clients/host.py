@@ -32,12 +32,7 @@ from fedspan.core.tensors import Tensors, split_extras
 from fedspan.core.values import Client, Contribution, Job, Message, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.privacy import (
-    compute_order_charges,
-    compute_planned_charges,
-    compute_training_noise,
-    privatize,
-)
+from fedspan.federation.privacy import compute_order_charges, compute_planned_charges, compute_training_noise, privatize
 from fedspan.federation.progress import ClientData, ClientState
 from fedspan.federation.protocol import Envelope, Order, Part, Reply, ScoredPart
 from fedspan.federation.secagg.messages import Phase
