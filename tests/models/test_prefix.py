@@ -104,13 +104,10 @@ def test_architectures_that_have_none(kind: str, reason: str) -> None:
         FrozenPrefix.search(adapted, {blocks[-1]})
 
 
-def test_without_anything_that_trains_there_is_nothing_to_skip_to() -> None:
+def test_what_trains_decides_what_there_is_to_skip_to() -> None:
     adapted, _ = made("bert")
     assert FrozenPrefix.explain_refusal(adapted, set()) == "nothing in the model is trained"
-
-
-def test_the_head_alone_trains() -> None:
-    """The last block is where hidden states can be given to the model, though nothing in it changes."""
+    # The last block is where hidden states can be given to the model, though nothing in it changes
     adapted, blocks = made("bert")
     prefix = FrozenPrefix.search(adapted, {"classifier"})
     assert len(prefix.paths) == len(blocks)

@@ -178,14 +178,11 @@ def test_recall_and_ndcg_of_documents_are_scikit_learns() -> None:
     assert 0 < ndcg < 1
 
 
-def test_equal_vectors_find_no_documents() -> None:
+def test_equal_vectors_find_no_documents_and_equal_positives_are_one() -> None:
     vectors, numbers = torch.ones(30, 4), np.arange(30)
     assert measure_retrieval(vectors, vectors, numbers, numbers) == (0.0, 0.0)
     broken = torch.full((30, 4), float("nan"))
     assert measure_retrieval(broken, broken, numbers, numbers) == (0.0, 0.0)
-
-
-def test_equal_positives_are_one_of_the_documents() -> None:
     vectors = torch.eye(3)
     anchors, positives = np.array([7, 7, 8]), np.array([0, 1, 1])
     recall, ndcg = measure_retrieval(vectors[[0, 0, 1]], vectors[[0, 1, 1]], anchors, positives, 1)
@@ -305,9 +302,6 @@ def test_each_example_counts_up_to_twice_the_loss_of_a_guess() -> None:
     third = float(-logits_BK[2].double().log_softmax(0)[0])
     assert get_loss_bound(TASK) == compute_guess_bound(3) == pytest.approx(BOUND)
     assert measure(logits_BK, examples) == pytest.approx((math.log(3) + BOUND + third + BOUND) / 4)
-
-
-def test_a_loss_within_the_bound_stays() -> None:
     logits_BK = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)) / 4
     examples = Labeled([row % 3 for row in range(20)])
     assert measure(logits_BK, examples) == pytest.approx(TASK.compute_metrics(logits_BK, examples, range(20))["loss"])

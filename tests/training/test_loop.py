@@ -234,13 +234,10 @@ def test_seeded_projectors_advance_with_each_refresh(step: int) -> None:
             assert torch.equal(live[f"{layer}/acc"], before[f"{layer}/acc"])
 
 
-def test_between_refreshes_nothing_changes() -> None:
+def test_nothing_changes_between_refreshes_and_after_the_last_measured_one_they_are_random() -> None:
     before, live, _, _ = refreshed(Refresh(2, "random"), 3)
     assert live.keys() == before.keys()
     assert all(torch.equal(live[name], before[name]) for name in before)
-
-
-def test_after_the_last_measured_one_refreshes_are_random() -> None:
     _, live, _, _ = refreshed(Refresh(2, "svd", until=1, seed=5), 2)
     assert torch.equal(live["fc1/P"], draw_projector("fc1", (8, 5), RANK, "right", 6).double())
 
