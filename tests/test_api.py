@@ -24,15 +24,12 @@ def run(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder, fedspan.run(tiny.settings(tiny_folder, federation={"rounds": 2}), folder)
 
 
-def test_public_names_are_all_there() -> None:
+def test_public_names_and_tasks_are_all_there() -> None:
     assert {"run", "resume", "export", "predict", "evaluate", "load_config", "list_methods"} <= set(dir(fedspan))
     for name in fedspan.__all__:
         assert getattr(fedspan, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'fit'"):
         getattr(fedspan, "fit")  # noqa: B009
-
-
-def test_the_tasks_are_listed() -> None:
     assert {"sequence-classification", "text-embedding"} <= {task.name for task in fedspan.list_tasks()}
 
 

@@ -113,19 +113,13 @@ def test_what_trains_decides_what_there_is_to_skip_to() -> None:
     assert len(prefix.paths) == len(blocks)
 
 
-def test_a_pass_that_goes_another_way() -> None:
+def test_models_that_have_no_prefix_to_skip() -> None:
     adapted, blocks = made("bert")
     prefix = FrozenPrefix.search(adapted, {blocks[2]})
     with pytest.raises(NoPrefix, match="was not called"), prefix.record():
         pass
-
-
-def test_an_embedding_that_shares_its_weight_with_the_head() -> None:
     adapted, blocks = made("gemma2")
     assert "lm_head changes" in str(FrozenPrefix.explain_refusal(adapted, {"lm_head", blocks[3]}))
     assert FrozenPrefix.explain_refusal(adapted, {"model.norm", blocks[3]}) is None
-
-
-def test_a_model_that_takes_neither_tokens_nor_images() -> None:
     adapted = AdaptedModel(nn.Sequential(nn.Linear(2, 2)), {}, {})
     assert "neither tokens nor images" in str(FrozenPrefix.explain_refusal(adapted, {"0"}))

@@ -92,12 +92,9 @@ def test_scores_are_seqevals() -> None:
     assert 0 < scores.recall < 1
 
 
-def test_without_entities_scores_are_zero() -> None:
+def test_labels_are_complete_and_without_entities_scores_are_zero() -> None:
     scores = score_entities([["O", "O"]], [["O", "O"]])
     assert (scores.precision, scores.recall, scores.f1) == (0, 0, 0)
-
-
-def test_labels_are_complete_and_ordered() -> None:
     assert list_labels(["I-Gene", "O", "B-Drug"]) == ["O", "B-Drug", "I-Drug", "B-Gene", "I-Gene"]
 
 
@@ -200,7 +197,7 @@ def test_equal_texts_have_the_highest_scores_and_others_none() -> None:
     assert worst == {name: pytest.approx(0.0) for name in TEXT_METRICS}
 
 
-def test_rouge_is_a_mean_of_f_measures() -> None:
+def test_rouge_is_a_mean_of_f_measures_and_bleu_has_the_tokenizer_that_is_named() -> None:
     scores = compute_text_scores(["the man rides on a horse", "dogs"], REFERENCES[:2])
     # 5 of 6 words are among the 8 of the reference, and 1 of 1 among 3.
     assert scores["rouge_1"] == pytest.approx((2 * 6 / (6 + 8) + 2 * 1 / (1 + 3)) / 2)
@@ -208,9 +205,6 @@ def test_rouge_is_a_mean_of_f_measures() -> None:
     assert scores["rouge_2"] == pytest.approx(2 * 2 / (5 + 7) / 2)
     # The longest common subsequence is "man rides a horse".
     assert scores["rouge_l"] == pytest.approx((2 * 4 / (6 + 8) + 2 * 1 / (1 + 3)) / 2)
-
-
-def test_bleu_has_the_tokenizer_that_is_named() -> None:
     texts = ["a man rides the horse on the beach", "two dogs are playing", "ein Mädchen das liest"]
     for tokenizer in ("13a", "char", "none"):
         expected = sacrebleu.BLEU(tokenize=tokenizer).corpus_score(texts, [REFERENCES]).score

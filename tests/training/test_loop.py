@@ -89,13 +89,10 @@ def test_the_raw_gradient_holds_neither_penalty_nor_offset_nor_clipping() -> Non
         assert close(pulled.tensors[name] - busy.tensors[name], LR * offset[name], 2e-3)
 
 
-def test_a_probe_sees_every_example_once() -> None:
+def test_a_probe_sees_every_example_once_and_is_the_gradient_of_the_whole_data() -> None:
     problem = Problem()
     engine, job = _engine(problem, sgd(LR, epochs=3))
     assert _train(engine, problem, replace(job, steps=0)).metrics["examples"] == len(problem.indices["client-2"])
-
-
-def test_a_probe_in_batches_is_the_gradient_of_the_whole_data() -> None:
     problem = Problem()
     engine, job = _engine(problem, sgd(LR))
     whole = _train(engine, problem, replace(job, steps=0)).gradient
