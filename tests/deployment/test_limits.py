@@ -462,22 +462,17 @@ def test_a_text_on_which_the_chosen_model_fails_spoils_no_other_s_metrics(
 
 
 @pytest.mark.parametrize(
-    ("mechanism", "kind", "layers", "place"),
+    "case",
     [
         *(("local", "bert", None, "model"), ("dp-sgd", "bert", None, "model"), ("dp-sgd", "deep-bert", [1], "model")),
         *(("dp-sgd", "bert", None, "collation"), ("dp-sgd", "bert", None, "sum")),
     ],
 )
 def test_a_text_on_which_the_chosen_model_fails_is_hidden_by_noise(
-    mechanism: str,
-    kind: str,
-    layers: list[int] | None,
-    place: str,
-    tiny_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    case: tuple[str, str, list[int] | None, str], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tokenizer that the server offers gives one word a number for which its model has no embedding."""
+    mechanism, kind, layers, place = case
     pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
     from fedspan.training.noisy_sum import NoisySum  # needs Opacus
 

@@ -50,11 +50,7 @@ def test_a_node_trains_and_evaluates_with_its_owners_trainer(tiny_folder: Path, 
 
 @pytest.mark.parametrize(
     ("limits", "sends_loss", "sends_metrics"),
-    [
-        ({}, True, True),
-        ({"evaluation_examples": 4}, True, False),
-        ({"evaluation_epsilon": 9.0}, False, False),
-    ],
+    [({}, True, True), ({"evaluation_examples": 4}, True, False), ({"evaluation_epsilon": 9.0}, False, False)],
 )
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_trainer_s_metrics_leave_only_as_measured_of_enough_examples(
