@@ -25,6 +25,7 @@ from fedspan.tasks.metrics import METRICS, Metric
 from fedspan.tasks.multi_label import MultiLabelClassification
 from fedspan.tasks.preference import PreferenceOptions, PreferenceTuning
 from fedspan.tasks.registry import register_task
+from fedspan.tasks.regression import Regression
 from fedspan.tasks.single_label import compute_class_offsets
 from fedspan.tasks.task import Examples
 from fedspan.tasks.text_embedding import measure_retrieval
@@ -299,6 +300,13 @@ def test_each_example_counts_up_to_twice_the_loss_of_a_guess() -> None:
     logits_BK = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)) / 4
     examples = Labeled([row % 3 for row in range(20)])
     assert measure(logits_BK, examples) == pytest.approx(TASK.compute_metrics(logits_BK, examples, range(20))["loss"])
+
+
+def test_a_prediction_that_is_no_number_counts_alone_with_the_bound() -> None:
+    """A server chooses a head whose outputs overflow, in both directions, for one text."""
+    task, predictions, examples = Regression(None, 16), torch.tensor([[1.0], [math.nan], [2.0]]), Labeled([1, 1, 2])
+    metrics = task.compute_metrics(predictions, examples, range(3))
+    assert bound_loss(task, metrics, predictions, examples, range(3)) == {"loss": get_loss_bound(task) / 3}
 
 
 def test_biases_of_different_sizes_write_no_counts_into_a_loss() -> None:
