@@ -250,7 +250,7 @@ class Host:
         memory = stored.memory if order.client is not None else {}
         job = self.method.start(message, order.client, memory, order.round)
         if order.client is not None:
-            _require_rank(job, order.client.rank)
+            _require_rank(job, max(order.client.rank, self.method.get_rank(None)))  # a client may train some slots
         return job, replace(stored, base=base)
 
     def _open_training(self, order: Order) -> OpenTraining:
@@ -463,7 +463,7 @@ def _require_client(order: Order) -> Client:
 
 
 def _require_rank(job: Job, rank: int) -> None:
-    """Check that the factors that a server sent have no larger rank than the one that was agreed on."""
+    """Check that the factors that a server sent have no larger rank than those that were agreed on."""
     for layer, parametrization in job.parametrization.items():
         if isinstance(parametrization, MultiHeadCore):  # between factors that the client draws
             continue
