@@ -162,8 +162,8 @@ def _compute_renyi_divergences(mechanism: Mechanism, orders: tuple[float, ...]) 
     from opacus.accountants.analysis.rdp import compute_rdp
 
     used = [order for order in orders if not mechanism.is_slow or order == int(order)]
-    divergences = compute_rdp(q=mechanism.rate, noise_multiplier=mechanism.noise, steps=1, orders=used)
-    by_order = dict(zip(used, divergences, strict=True))
+    divergences: Any = compute_rdp(q=mechanism.rate, noise_multiplier=mechanism.noise, steps=1, orders=used)
+    by_order = dict[float, float](zip(used, divergences, strict=True))
     return np.array([by_order.get(order, math.inf) for order in orders])
 
 
