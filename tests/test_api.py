@@ -24,26 +24,20 @@ def run(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder, fedspan.run(tiny.settings(tiny_folder, federation={"rounds": 2}), folder)
 
 
-def test_public_names_are_all_there() -> None:
+def test_public_names_and_tasks_are_all_there() -> None:
     assert {"run", "resume", "export", "predict", "evaluate", "load_config", "list_methods"} <= set(dir(fedspan))
     for name in fedspan.__all__:
         assert getattr(fedspan, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'fit'"):
         getattr(fedspan, "fit")  # noqa: B009
-
-
-def test_the_tasks_are_listed() -> None:
     assert {"sequence-classification", "text-embedding"} <= {task.name for task in fedspan.list_tasks()}
 
 
-def test_the_pages_have_every_public_name() -> None:
+def test_pages_and_stub_have_every_public_name() -> None:
     pages = (Path(__file__).parents[1] / "docs" / "api").glob("*.md")
     lines = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
     names = set(fedspan.__all__) - {"__version__"}
     assert [name for name in sorted(names) if f"::: {fedspan._HOMES[name]}.{name}" not in lines] == []
-
-
-def test_the_stub_has_the_names_of_the_package() -> None:
     stub = Path(fedspan.__file__).with_suffix(".pyi").read_text()
     named = {line.rpartition(" as ")[2] for line in stub.splitlines() if " as " in line}
     assert {*named, "__version__"} == set(fedspan.__all__)

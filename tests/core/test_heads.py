@@ -165,7 +165,7 @@ def test_the_scale_suits_examples_that_the_covariance_was_not_estimated_from(
     assert loss(1.0) < 1.1 * min(loss(factor) for factor in (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0))
 
 
-def test_shares_of_classes_enter_the_bias() -> None:
+def test_shares_of_classes_enter_the_bias_and_one_without_examples_is_improbable() -> None:
     rng = torch.Generator().manual_seed(0)
     labels = (torch.rand(2000, generator=rng) < 0.1).long()
     features = torch.randn(2000, 3, generator=rng) + labels[:, None] * torch.tensor([0.6, 0.0, 0.0])
@@ -173,9 +173,6 @@ def test_shares_of_classes_enter_the_bias() -> None:
         head = solve_head(kind, summarize_features(features, labels, 2, "lda"), 2000)
         guess = (features @ head.weight.T + head.bias).argmax(1)
         assert float((guess == labels).float().mean()) > 0.89  # a threshold between the means would have 0.6
-
-
-def test_a_class_without_examples_is_improbable_and_harmless() -> None:
     features, labels = examples()
     kept = labels != 2
     for kind in ("class-means", "lda"):

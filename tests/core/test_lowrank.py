@@ -102,15 +102,12 @@ def test_svd(pair: lowrank.LowRank, rank: int | None) -> None:
         assert U[(sizes >= sizes.max() * (1 - 1e-4)).nonzero()[0], k] > 0
 
 
-def test_svd_of_a_float32_pair_is_computed_in_float64() -> None:
+def test_svd_of_a_float32_pair_is_computed_in_float64_with_signs_of_the_matrix_alone() -> None:
     rng = torch.Generator().manual_seed(0)
     pair = lowrank.LowRank(torch.randn((9, 2), generator=rng), torch.randn((2, 8), generator=rng))
     U, S, Vt = lowrank.svd(pair)
     assert U.dtype == S.dtype == Vt.dtype == torch.float64
     assert _equal(U * S @ Vt, pair.to(torch.float64).to_dense())
-
-
-def test_signs_follow_from_the_matrix_alone() -> None:
     rng = torch.Generator().manual_seed(1)
     U, Vt = torch.randn((6, 3), generator=rng), torch.randn((3, 5), generator=rng)
     flipped = torch.tensor([-1.0, 1.0, -1.0])

@@ -155,14 +155,11 @@ def draw(*key: int | str) -> tuple[float, ...]:
     return tuple(torch.rand(4, generator=create_generator(int(seed), str(purpose), *rest)).tolist())
 
 
-def test_every_part_of_a_key_counts() -> None:
+def test_every_part_of_a_key_counts_and_no_global_state() -> None:
     """Neighboring seeds, rounds and layers, and parts that read alike when written together."""
     keys = [(0, "A"), (1, "A"), (0, "B"), (0, "A", 1), (0, "A", 2), (0, "A", 1, 2), (0, "A", 12), (0, "A", "l1", 2)]
     assert all(draw(*one) != draw(*other) for one, other in itertools.combinations(keys, 2))
     assert draw(*keys[0]) == draw(*keys[0])
-
-
-def test_no_global_state_is_read_or_moved() -> None:
     before = torch.get_rng_state()
     first = draw(3, "A", "layer"), draw_random_projector((9, 4), 2, "right", create_generator(3, "projector"))
     assert torch.equal(torch.get_rng_state(), before)
@@ -197,11 +194,8 @@ def test_a_client_is_sent_what_changed_since_it_was_here(round: int, held: int |
     }
 
 
-def test_B_comes_first() -> None:
+def test_B_comes_first_and_cut_slots_copies_the_first_slots() -> None:
     assert [factors.get_alternating_factor(number) for number in range(4)] == ["B", "A", "B", "A"]
-
-
-def test_cut_slots_copies_the_first_slots() -> None:
     tensors = {"one/A": torch.arange(6.0).reshape(3, 2), "one/B": torch.arange(12.0).reshape(4, 3)}
     cut = factors.cut_slots(tensors, 2)
     assert cut["one/A"].tolist() == [[0, 1], [2, 3]]
@@ -367,13 +361,10 @@ def test_it_is_scipy_s_mirrored_convolution(shape: tuple[int, ...], axis: int) -
     torch.testing.assert_close(smooth(values, axis), torch.from_numpy(expected), rtol=1e-12, atol=1e-14)
 
 
-def test_a_constant_does_not_change_and_an_alternating_sign_vanishes() -> None:
+def test_smoothing_leaves_a_constant_and_acts_along_the_axis_of_a_group() -> None:
     signs = torch.tensor([1.0, -1.0] * 4)[None].expand(2, -1)
     assert torch.equal(smooth(torch.ones(2, 8), 1), torch.ones(2, 8))
     assert not smooth(signs, 1)[:, 2:-2].any()
-
-
-def test_groups_are_smoothed_along_their_own_axis_and_others_are_not() -> None:
     values = torch.arange(12.0).square().view(3, 4)
     groups = (Group(("l/A",), smoothed_axis=1), Group(("l/B",), smoothed_axis=0), Group(("extras/w",)))
     smoothed = smooth_groups(groups, {"l/A": values, "l/B": values, "extras/w": values})

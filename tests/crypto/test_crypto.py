@@ -221,13 +221,10 @@ def test_shares_are_combined_as_by_the_library(secret: bytes, threshold: int, mo
     assert combine(used, threshold) == b"".join(Shamir.combine(half) for half in halves) == secret
 
 
-def test_fewer_shares_than_the_threshold_are_noise() -> None:
+def test_too_few_shares_are_noise_and_what_cannot_be_shared_is_refused() -> None:
     """One of two shares, over many divisions of one secret: every byte of it takes all values alike."""
     drawn = b"".join(split(SEED, 2, 3)[0][2:] for _ in range(2000))
     assert abs(chi_square(np.bincount(np.frombuffer(drawn, np.uint8), minlength=256))) < 5
-
-
-def test_what_cannot_be_shared_is_refused() -> None:
     for secret, threshold, count in ((SEED[:16], 2, 3), (SEED, 1, 3), (SEED, 4, 3)):
         with pytest.raises(ValueError, match="shares of"):
             split(secret, threshold, count)

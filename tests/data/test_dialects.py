@@ -51,12 +51,9 @@ def test_a_tsv_in_quotes_is_read_without_them(quoting: Any) -> None:
     assert (found.delimiter, found.quoting, found.names) == ("\t", "double", ("text", "label"))
 
 
-def test_single_quotes_in_a_tsv_are_text() -> None:
+def test_fields_in_single_quotes() -> None:
     found = detect_dialect('text\tlabel\n"one\ta\ntwo "\tb\n"both"\ta\nnone\tb\n', tabs=True)
     assert found.quoting == "none"
-
-
-def test_fields_in_single_quotes() -> None:
     rows = [["text", "label"], *([text, label] for text, label in zip(REVIEWS, LABELS, strict=True))]
     found = detect_dialect("text,label\n'a, b',x\n'c, d, e',y\n'f',x\n", tabs=False)
     assert (found.delimiter, found.quoting) == (",", "single")
@@ -320,16 +317,13 @@ def test_english_queries_with_a_few_currency_signs(real_data: Path, encoding: st
     assert decode(content) == (content.decode("cp1252"), "cp1252")
 
 
-def test_the_beginning_of_a_file_may_end_inside_a_character() -> None:
+def test_a_beginning_may_end_inside_a_character_and_damaged_utf_8_is_no_other_encoding() -> None:
     for encoding in ("utf-8", "utf-16", "gb18030"):
         content = TEXTS["gb18030"].encode(encoding)
         for length in range(40, len(content)):
             text, _ = decode(content[:length], encoding, is_complete=False)
             assert TEXTS["gb18030"].startswith(text)
     assert decode(TEXTS["gb18030"].encode()[:41], is_complete=False)[1] == "utf-8"
-
-
-def test_damaged_utf_8_is_not_taken_for_another_encoding() -> None:
     content = ("één, twee, drieën\n" * 20).encode() + b"\xe9n\n"
     with pytest.raises(ValueError, match=r"line 21 is not in utf-8 \(byte \d+, e9\)"):
         decode(content)

@@ -492,7 +492,7 @@ def test_a_column_of_a_few_values_is_hardly_one_of_contents() -> None:
     assert duplicates.advise_grouping(shops.select(range(59)), "s") == "data.group: s keeps equal examples together"
 
 
-def test_counts_are_those_of_the_rows() -> None:
+def test_counts_are_those_of_the_rows_and_pairs_are_equal_if_both_texts_are() -> None:
     data = datasets.Dataset.from_dict({"text": ["a", "a", "b", "b", "c", "d"]})
     rows = [([0, 4], [1], []), ([2, 5], [], [3])]
     from fedspan.data.partition import ClientPart
@@ -502,9 +502,6 @@ def test_counts_are_those_of_the_rows() -> None:
     rows = [([0, 4], [], []), ([1, 2, 3], [5], [])]
     clients = [ClientPart(str(number), *map(np.array, part)) for number, part in enumerate(rows)]
     assert duplicates.find_shared_between_clients(data, Partition(clients, 6)) == (0, 2)
-
-
-def test_pairs_are_equal_if_both_texts_are() -> None:
     data = datasets.Dataset.from_dict({"text": ["a", "a", "a"], "text_pair": ["b", "c", " b"]})
     codes = duplicates.encode_contents(data)[0]
     assert codes[0] == codes[2] != codes[1]

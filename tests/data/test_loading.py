@@ -312,14 +312,11 @@ def test_a_dict_of_splits(held_out: str) -> None:
     assert data.notes == ("duplicates: 3 of 3 test examples also occur in data.train",)
 
 
-def test_data_by_client() -> None:
+def test_data_by_client_or_from_a_function_of_the_client() -> None:
     for value in ({"north": FRAME[:4], "south": RECORDS[4:]}, {"train": {"north": FRAME[:4], "south": FRAME[4:]}}):
         given = read_objects(value, 3)
         assert given.by_client
         assert given.sources["train"].dataset["client"][:] == ["north"] * 4 + ["south"] * 4
-
-
-def test_a_function_of_the_client() -> None:
     given = read_objects(lambda number: RECORDS[2 * number : 2 * number + 2], 3)
     assert given.by_client
     assert given.sources["train"].dataset["client"][:] == [f"client-0{number // 2}" for number in range(6)]

@@ -229,14 +229,11 @@ def test_open_orders_are_logged_with_their_ends(tmp_path: Path) -> None:
     assert [row["reason"] for row in log.read()[4:]] == ["no reply within 5 s", "the server closed its order"]
 
 
-def test_a_hostile_header_is_described_in_few_bytes() -> None:
+def test_a_header_is_described_in_few_bytes_and_a_digest_is_that_of_what_is_sent() -> None:
     for header in ("[" * 9999, '{"task": "' + "x" * 9999 + '", "round": [1], "serial": {}}', "\ud800", "{}"):
         description = describe_envelope(Envelope(header, b"abc"))
         assert len(str(description)) < 300
         assert set(description) <= {"task", "bytes", "sha256"}
-
-
-def test_the_digest_of_an_envelope_is_that_of_what_is_sent() -> None:
     envelope = Envelope('{"task": "train", "round": 2}', b"abc")
     sent = envelope.header.encode() + envelope.body
     expected = {"task": "train", "round": 2, "bytes": len(sent), "sha256": hashlib.sha256(sent).hexdigest()}
@@ -336,9 +333,6 @@ def test_every_setting_is_shown_or_does_not_matter() -> None:
     assert [field for field in fields if not is_listed(field, ALL) and not is_listed(field, SILENT)] == []
     known = {*fields, *(f"{field.partition('.')[0]}.*" for field in fields)}
     assert {*ALL, *SILENT} - known == set(), "these are no settings any more"
-
-
-def test_every_setting_that_a_node_takes_from_the_server_s_data_is_shown() -> None:
     shared = dict.fromkeys(("labels", "label_separator", "chat", "system", "packing", "long_answers", "prompt"), "x")
     own = {"data": {}, "validation": 0.1, "test": 0.1, "split_seed": 0}
     taken = set(build_node_values({"data": {**dict.fromkeys(RunConfig.model_fields, "x"), **shared}}, own)["data"])

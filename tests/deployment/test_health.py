@@ -129,6 +129,11 @@ def test_phases_of_a_method_are_part_of_the_work(
 def test_heartbeats_hide_the_sizes_of_secret_samples(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    heartbeat = Heartbeat(tmp_path)
+    heartbeat.hides_shares, stages = True, Stages(heartbeat.observe)
+    with stages.stage("training", 8), stages.stage("hidden states", 8):  # which are not stored if an example fails
+        stages.advance("hidden states", 4)
+        assert read_work(tmp_path) == ("training", None)
     privacy = {"mechanism": "dp-sgd", "clip": 1.0, "noise": 1.0, "randomness": "secret"}
     percents = collect_percents(tiny_folder, tmp_path, monkeypatch, privacy=privacy, model={"head_init": "random"})
     assert set(percents) == {None}

@@ -27,10 +27,11 @@ from fedspan.deployment.usage import Release, UsageBook
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.progress import ClientData, TooFewReplies
-from fedspan.federation.protocol import Order, Reply, decode_order, decode_reply
+from fedspan.federation.protocol import Order, decode_order, decode_reply
 from fedspan.federation.serialization import decode
 from fedspan.models.export import read_adapter
 from fedspan.runs import start
+from fedspan.tasks.classification import SequenceClassification
 from helpers import refusals, tiny
 from helpers.listeners import Notes
 from helpers.node_service import CLIENT, Direct, introduced, node, serve, served, values
@@ -55,7 +56,8 @@ def test_an_order_differs_in_nothing_from_what_was_agreed(asked: tuple[Direct, O
     """Round 50 of three, another learning rate, another weight: all that the node can compute itself."""
     transport, order = asked
     assert order.client is not None
-    client = order.client
+    client, message = order.client, serialization.decode(order.body)
+    longer = {name: value.repeat(3, 1) if name.endswith("/A") else value for name, value in message.tensors.items()}
     changes: list[tuple[dict[str, Any], str]] = [
         ({"round": 49}, "`limits.rounds`: an order for round 50 of a run with 3 rounds"),
         ({"round": 3}, "an order for round 4 of a run with 3 rounds"),
@@ -67,6 +69,7 @@ def test_an_order_differs_in_nothing_from_what_was_agreed(asked: tuple[Direct, O
         ({"client": replace(client, examples=10**6)}, "the order has client.examples"),
         ({"client": replace(client, rank=10**6)}, "Expected a rank of the run's config: [2]"),
         ({"client": replace(client, scaling=0.0)}, "the order has client.scaling 0.0"),
+        ({"body": serialization.encode(replace(message, tensors=longer))}, "Expected factors of at most rank 2"),
     ]
     for number, (change, why) in enumerate(changes):
         said = refusal(transport, replace(order, serial=order.serial + number * 10**6, **change))
@@ -187,7 +190,7 @@ class Coded(Direct):
 
     def __init__(self, service: NodeService, examples: int) -> None:
         super().__init__(service)
-        self.examples, self.came = examples, list[Reply]()
+        self.examples = examples
         self.biases = -10 * torch.tensor([0.0, 1.0, examples + 1.0, (examples + 1.0) ** 2])
 
     def replies(self, envelopes: Any, seconds: float, *, wait_for_offline: bool = False) -> Any:
@@ -201,10 +204,8 @@ class Coded(Direct):
             }
             assert len(changed) == 2
             body = serialization.encode(replace(message, tensors={**message.tensors, **changed}))
-            answer = self.service.answer(replace(order, body=body).to_envelope())
-            self.came.append(decode_reply(answer))
+            yield from super().replies({id: replace(order, body=body).to_envelope()}, seconds)
             assert self.came[-1].failed is None
-            yield id, answer
 
     def decode(self, loss: float) -> list[int]:
         """Read the number of examples of each label from a loss."""
@@ -419,25 +420,19 @@ def test_a_loss_that_is_not_finite_is_hidden_by_noise(mechanism: str, tiny_folde
     assert all(bool(value.isfinite().all()) for value in decode(reply.body).tensors.values())
 
 
-@pytest.mark.parametrize(
-    ("mechanism", "kind", "layers"), [("local", "bert", None), ("dp-sgd", "bert", None), ("dp-sgd", "deep-bert", [1])]
-)
-def test_a_text_on_which_the_chosen_model_fails_is_hidden_by_noise(
-    mechanism: str,
-    kind: str,
-    layers: list[int] | None,
-    tiny_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The tokenizer that the server offers gives one word a number for which its model has no embedding."""
-    pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
-    folder = Path(shutil.copytree(tiny_folder, tmp_path / "offered"))
-    shutil.rmtree(folder / "bert")
-    tiny.save_model(kind, folder).rename(folder / "bert")
-    tokenizer = json.loads((folder / "bert" / "tokenizer.json").read_text())
+def offer(kind: str, folder: Path, offered: Path) -> Path:
+    """Offer a model with a tokenizer that gives one word, admin1, a number for which it has no embedding."""
+    shutil.copytree(folder, offered)
+    shutil.rmtree(offered / "bert")
+    tiny.save_model(kind, offered).rename(offered / "bert")
+    tokenizer = json.loads((offered / "bert" / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["admin1"] = 10**6
-    (folder / "bert" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (offered / "bert" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return offered
+
+
+def record_measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Record how many examples of each part an evaluation measures, and how many there are."""
     measured: list[tuple[int, int]] = []
 
     def record(metrics: Any, count: int, examples: int, *args: Any) -> dict[str, float]:
@@ -445,6 +440,59 @@ def test_a_text_on_which_the_chosen_model_fails_is_hidden_by_noise(
         return add_noise(metrics, count, examples, *args)
 
     monkeypatch.setattr(metric_noise, "add_noise", record)
+    return measured
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "layers"), [("bert", "batched", None), ("deep-bert", "batched", [1]), ("deep-bert", "loop", [1])]
+)
+def test_a_text_on_which_the_chosen_model_fails_spoils_no_other_s_metrics(
+    kind: str, engine: str, layers: list[int] | None, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor if it is the longest of the data set, on which passes without padding and stored states are verified."""
+    folder, measured = offer(kind, tiny_folder, tmp_path / "offered"), record_measured(monkeypatch)
+    texts = (folder / "corpus.csv").read_text().replace("admin1", "admin2").splitlines()
+    texts[1:9] = [f"{'admin1 ' * 14},{text.split(',', 1)[1]}" for text in texts[1:9]]
+    (folder / "corpus.csv").write_text("\n".join(texts))
+    service = NodeService(node(folder, tmp_path / "node", limits={"evaluation_epsilon": 0.1}))
+    run, _ = served(folder, service, model={"layers_to_transform": layers}, engine={"name": engine})
+    run.evaluator.evaluate_clients(run.federation.begin())
+    assert len(measured) == 2
+    assert all(count >= examples - 8 > 0 for count, examples in measured)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(("local", "bert", None, "model"), ("dp-sgd", "bert", None, "model"), ("dp-sgd", "deep-bert", [1], "model")),
+        *(("dp-sgd", "bert", None, "collation"), ("dp-sgd", "bert", None, "sum")),
+    ],
+)
+def test_a_text_on_which_the_chosen_model_fails_is_hidden_by_noise(
+    case: tuple[str, str, list[int] | None, str], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer that the server offers gives one word a number for which its model has no embedding."""
+    mechanism, kind, layers, place = case
+    pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
+    from fedspan.training.noisy_sum import NoisySum  # needs Opacus
+
+    folder, measured = offer(kind, tiny_folder, tmp_path / "offered"), record_measured(monkeypatch)
+
+    def collate(*args: Any, collate: Any = SequenceClassification.collate) -> dict[str, torch.Tensor]:
+        batch = collate(*args)
+        if (batch["input_ids"] == 10**6).any():
+            raise IndexError("outside of the model")
+        return batch
+
+    def add(sums: NoisySum, gradients: Any, add: Any = NoisySum.add) -> None:
+        if len(next(iter(gradients.values()))):
+            raise IndexError("no way to leave out the example")
+        add(sums, gradients)
+
+    if place == "collation":
+        monkeypatch.setattr(SequenceClassification, "collate", collate)
+    elif place == "sum":
+        monkeypatch.setattr(NoisySum, "add", add)
     service = NodeService(node(folder, tmp_path / "node", limits={"evaluation_epsilon": 0.1}))
     privacy = {"mechanism": mechanism, "clip": 1.0, "noise": 4.0, "randomness": "secret"}
     model = {"layers_to_transform": layers}

@@ -1,5 +1,6 @@
 """A data owner's node that trains with the owner's own trainer, and goes on after a restart."""
 
+import math
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
@@ -45,6 +46,35 @@ def test_a_node_trains_and_evaluates_with_its_owners_trainer(tiny_folder: Path, 
         again, _ = prepared.evaluator.evaluate_clients(progress)
         assert again.pooled["loss"] == pytest.approx(validation.pooled["loss"], rel=1e-5)
         assert federation.run_round(progress).progress.state.round == 3
+
+
+@pytest.mark.parametrize(
+    ("limits", "sends_loss", "sends_metrics"),
+    [({}, True, True), ({"evaluation_examples": 4}, True, False), ({"evaluation_epsilon": 9.0}, False, False)],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_trainer_s_metrics_leave_only_as_measured_of_enough_examples(
+    limits: dict[str, Any], sends_loss: bool, sends_metrics: bool, fails: bool, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """No noise can hide an example in a trainer's own metrics, nor that its evaluation fails on one."""
+    config = node(tiny_folder, tmp_path / "node", data={}, limits={"train_examples": 1, **limits})
+    trainer, calls = make_trainer(tiny_folder, "east"), list[bool]()
+
+    def evaluate(evaluate: Any = trainer.evaluate) -> Any:
+        calls.append(fails)
+        return evaluate(object() if fails else None)
+
+    trainer.compute_metrics = lambda _: {"accuracy": 0.9}
+    trainer.evaluate = evaluate
+    with closing(TrainerNode(config, trainer)) as worker:
+        prepared, transport = served(tiny_folder, worker.service)
+        assert math.isnan(prepared.federation.run_round(prepared.federation.begin()).loss) is not sends_loss
+        prepared.evaluator.evaluate_clients(prepared.federation.begin())
+        reply = transport.came[-1]
+    assert calls == [fails] * sends_metrics
+    assert (reply.failed is not None) is (fails and sends_metrics)
+    measured = {"loss", "accuracy", "examples"} if sends_metrics and not fails else set[str]()
+    assert set((reply.scores or {}).get("validation", {})) == measured
 
 
 def test_the_stored_reply_of_a_trainer_does_not_outlive_its_process(tiny_folder: Path, tmp_path: Path) -> None:

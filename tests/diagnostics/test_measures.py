@@ -296,27 +296,21 @@ def test_ranks_of_known_spectra() -> None:
     assert math.isnan(zero.stable_rank)
 
 
-def test_products_of_every_kind_of_two() -> None:
+def test_products_of_every_kind_of_two_and_moments_apart() -> None:
     rng = torch.Generator().manual_seed(3)
     kinds = [draw(rng, 2, dense) for dense in (False, True)]
     for left in kinds:
         for right in kinds:
             wanted = float((matrix(left) * matrix(right)).sum())
             assert compute_form_inner_product(left, right) == pytest.approx(wanted, rel=1e-5)
-
-
-def test_moments_apart() -> None:
     one = torch.tensor([1.0, 1.0])
     assert measure_moment_mismatch({"a": one, "b": one}, {"a": 1, "b": 5}) == 0
     assert measure_moment_mismatch({"a": one, "b": 3 * one}, {"a": 1, "b": 1}) == pytest.approx(0.5)
     assert measure_moment_mismatch({"a": one, "b": 3 * one}, {"a": 3, "b": 1}) == pytest.approx(math.sqrt(0.75) / 1.5)
 
 
-def test_of_nobody() -> None:
+def test_of_nobody_and_how_high_a_barrier_is() -> None:
     with pytest.raises(ValueError, match="no client"):
         compare_updates({}, {}, None)
-
-
-def test_how_high_a_barrier_is() -> None:
     assert Barrier(("a", "b"), (1.0, 1.5, 2.5, 2.0, 3.0)).height == pytest.approx(0.5)
     assert Barrier(("a", "b"), (1.0, 1.1, 1.2, 1.3, 3.0)).height == 0

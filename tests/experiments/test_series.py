@@ -292,14 +292,11 @@ def difference(first: list[Items], second: list[Items], metric: str = "accuracy"
     return estimate_difference(metric, *scores, list(zip(first, second, strict=True)))
 
 
-def test_one_example_is_no_measurable_difference() -> None:
+def test_one_example_is_no_measurable_difference_and_many_are() -> None:
     found = difference([predict(30)], [predict(31)])
     assert found.mean == pytest.approx(1 / 300)
     assert not found.is_measurable
     assert found.describe("accuracy", "the start") == "not measurably different from the start (+0.3, -0.3 to +1.0)"
-
-
-def test_many_examples_are_above_or_below() -> None:
     found = difference([predict(30)], [predict(60)])
     error = np.repeat([1.0, 0.0], [30, 270]).std(ddof=1) / math.sqrt(300)
     assert (found.low, found.high) == pytest.approx((0.1 - 1.96 * error, 0.1 + 1.96 * error), abs=1e-4)
@@ -321,13 +318,10 @@ def test_seeds_and_items_both_widen_the_interval() -> None:
     assert both.high - both.mean == pytest.approx(stats.t.ppf(0.975, 2 * (total / by_seeds) ** 4) * total)
 
 
-def test_other_metrics_are_resampled() -> None:
+def test_other_metrics_are_resampled_and_without_items_one_seed_has_no_interval() -> None:
     found = difference([predict(30)], [predict(60)], "macro_f1")
     assert found.is_measurable
     assert found.high - found.low == pytest.approx(2 * 3.4e-2, rel=0.2)
-
-
-def test_without_items_one_seed_has_no_interval() -> None:
     found = estimate_difference("loss", [0.5], [0.75], [(predict(1), predict(2))])  # a loss is no score of classes
     assert found == Difference(-0.25, note="one seed: no interval")
     assert found.describe("loss", "the start") == "0.2500 below the start (one seed: no interval)"

@@ -141,6 +141,35 @@ def test_by_default_a_boosted_change_counts_as_one_and_a_half_times_the_median(
     assert VICTIM in result.clipped
 
 
+@pytest.mark.parametrize("reduction", ["mean", "flame"])
+def test_two_replies_are_not_compared(reduction: str, tiny_folder: Path, prepared: Prepared) -> None:
+    """One of them would decide how much the other counts."""
+    config = tiny.config(tiny_folder, federation={"clients_per_round": None, "reduction": reduction})
+    federation = tiny.variant(prepared, config).federation
+    federation.rules = ReplyRules(min_replies=2)
+    start, moved, replies = federation.begin().state.tensors, list[Tensors](), dict[str, Message]()
+    other = min(federation.clients.keys() - {VICTIM})
+    for factor in (1.0, 1000.0):
+
+        def tamper(order: Order, _: Message, reply: Message, factor: float = factor) -> Message:
+            replies[order.to] = reply
+            accepted = replace(reply, tensors={name: value * math.nan for name, value in reply.tensors.items()})
+            if order.to in (VICTIM, other):
+                accepted = boosted(reply, replace(reply, tensors=start), factor if order.to == VICTIM else 1.0, ())
+            return accepted
+
+        federation.transport.host.tamper = tamper
+        result = federation.run_round(federation.begin())
+        assert not result.clipped
+        assert {failure.client for failure in result.failures} == federation.clients.keys() - {VICTIM, other}
+        moved.append(result.progress.state.tensors)
+    weights = {id: federation.clients[id].client.weight if reduction == "mean" else 1.0 for id in (VICTIM, other)}
+    share = 999 * weights[VICTIM] / sum(weights.values())
+    expected = {name: share * (value - start[name]) for name, value in replies[VICTIM].tensors.items()}
+    found = subtract(select(moved[1], expected), moved[0])
+    assert compute_norm(subtract(found, expected)) < 0.1 * compute_norm(expected)  # FLAME adds noise
+
+
 def test_limits_are_multiples_of_the_median_by_number_of_entries() -> None:
     def compute(**sizes: tuple[float, int]) -> dict[str, float]:
         limits = compute_norm_limits({id: {MODEL: ChangeSize(*size)} for id, size in sizes.items()}, 2.0)

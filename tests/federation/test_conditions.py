@@ -455,12 +455,9 @@ def test_an_absent_client_is_waited_for_after_two_four_eight_times_the_limit() -
     assert absences.find(5, ["a", "b"], {"b": 4}, None) == frozenset()
 
 
-def test_only_rounds_in_which_a_client_was_selected_count() -> None:
+def test_only_rounds_of_selected_clients_count_and_a_cohort_of_absent_ones_is_waited_for() -> None:
     absences = Absences(lambda number: ["a", "b"] if number % 3 == 0 else ["b"])
     assert [round for round in range(10) if absences.find(round, ["a", "b"], {"b": round - 1}, 2)] == [4, 5, 6, 7, 8, 9]
-
-
-def test_a_cohort_of_absent_clients_is_waited_for() -> None:
     absences = Absences(lambda number: ["a", "b"])
     assert absences.find(3, ["a", "b"], {}, 2) == frozenset()
 

@@ -344,15 +344,12 @@ def test_a_new_client_stores_nothing(ids: tuple[str, ...], first: str) -> None:
     assert (client.id, client.last_round) == (first, None)
 
 
-def test_a_second_exchange_adds_its_events_to_those_of_the_round() -> None:
+def test_events_of_both_exchanges_are_sorted_in_whatever_order_they_happened() -> None:
     tally = Tally([Transfer("a", "down", 8, 4)], [Failure("a", 0, "late")], {"a"})
     tally.extend(Tally([Transfer("b", "up", 9, 5)], [Failure("b", 1, "not finite")]))
     assert tally.transfers == [Transfer("a", "down", 8, 4), Transfer("b", "up", 9, 5)]
     assert tally.failures == [Failure("a", 0, "late"), Failure("b", 1, "second exchange: not finite")]
     assert tally.lost == {"a"}
-
-
-def test_events_are_sorted_in_whatever_order_they_happened() -> None:
     transfers = (Transfer("a", "down", 1, 1), Transfer("a", "up", 1, 1), Transfer("b", "down", 1, 1))
     failures = (Failure("b", 0, "late"), Failure("a", 1, "late"), Failure("c", 1, "late"))
     tally = Tally([*reversed(transfers)], [*reversed(failures)])

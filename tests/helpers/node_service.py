@@ -10,7 +10,7 @@ from fedspan.assembly.server import build_server_clients, connect, prepare_serve
 from fedspan.config.node import NodeConfig
 from fedspan.deployment.handshake import Introduction, Invitation, build_server_config, compute_base_digest
 from fedspan.deployment.node import NodeService
-from fedspan.federation.protocol import Envelope, read_header
+from fedspan.federation.protocol import Envelope, Reply, decode_reply, read_header
 
 from . import tiny
 from .reply_transport import ReplyingTransport
@@ -55,11 +55,14 @@ class Direct(ReplyingTransport):
     def __init__(self, service: NodeService) -> None:
         self.service = service
         self.sent: list[Envelope] = []
+        self.came: list[Reply] = []
 
     def replies(self, envelopes: Any, seconds: float, *, wait_for_offline: bool = False) -> Any:
         for id, envelope in envelopes.items():
             self.sent.append(envelope)
-            yield id, self.service.answer(envelope)
+            answer = self.service.answer(envelope)
+            self.came.append(decode_reply(answer))
+            yield id, answer
 
 
 def served(tiny_folder: Path, service: NodeService, **changes: Any) -> tuple[Prepared, Direct]:

@@ -1,18 +1,20 @@
 """Every method under every privacy mechanism: refused with the reason, or the same on all engines and accounted for."""
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from helpers.watched_rounds import method_config
 
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
 from fedspan.assembly.run import Prepared
-from fedspan.core.values import Trained
+from fedspan.core.values import Message, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation.privacy import compute_client_noise, compute_order_charges, compute_sampling_rate
 from fedspan.federation.progress import Progress, RoundResult
@@ -179,6 +181,25 @@ def test_every_local_reply_is_within_the_clip_and_its_noise(
     (first, *_), _ = run_rounds(noisy.federation, 1)
     count = first.transfers[1].payload // 4
     assert found[0][0] == pytest.approx(3.0 * 0.5 * count**0.5, rel=0.15)
+
+
+def test_central_privacy_clips_a_head_and_its_adapters_as_one_vector(prepared: Prepared, tiny_folder: Path) -> None:
+    run = tiny.variant(prepared, settings(tiny_folder, "fedit", "central", noise=1e-9, training={"lr": 0.05}))
+    start, changes = run.federation.begin().state.tensors, list[Tensor]()
+    is_head = torch.cat([torch.full((start[name].numel(),), name.startswith("extras/")) for name in sorted(start)])
+
+    def flatten(tensors: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([(tensors[name].double() - start[name].double()).flatten() for name in sorted(start)])
+
+    def record(_: object, __: object, reply: Message) -> Message:
+        changes.append(flatten(reply.tensors))
+        return reply
+
+    run.federation.transport.host.tamper = record
+    _, progress = run_rounds(run.federation, 1)
+    assert all(change.norm() > 0.5 and 0.2 < change[is_head].norm() / change.norm() < 0.98 for change in changes)
+    expected = torch.stack([change * 0.5 / change.norm() for change in changes]).mean(0)
+    torch.testing.assert_close(flatten(progress.state.tensors), expected, rtol=0, atol=1e-6)
 
 
 def test_an_order_costs_what_its_phases_release(prepared: Prepared, tiny_folder: Path) -> None:

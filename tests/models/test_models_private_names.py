@@ -104,12 +104,9 @@ def test_a_dispatch_mode_sees_operations_with_their_schema_and_packet() -> None:
     require(drawing[0]._overloadpacket is torch.ops.aten.normal_, "torch", "_overloadpacket")
 
 
-def test_a_value_that_a_model_branches_on_is_one_operation() -> None:
+def test_values_that_a_model_branches_on_and_storages_without_values() -> None:
     require(hasattr(torch.ops.aten, "_local_scalar_dense"), "torch", "_local_scalar_dense")
     require(hasattr(torch.ops.aten._local_scalar_dense, "default"), "torch", "_local_scalar_dense")
-
-
-def test_storages_without_values_have_addresses_of_their_own() -> None:
     first, second = torch.empty(2, device="meta"), torch.empty(2, device="meta")
     addresses = [getattr(value.untyped_storage(), "_cdata", None) for value in (first, second, first.view(1, 2))]
     require(isinstance(addresses[0], int) and addresses[0] == addresses[2] != addresses[1], "torch", "_cdata")

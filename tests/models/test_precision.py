@@ -298,12 +298,9 @@ def test_what_cannot_be_combined_with_it(changes: dict[str, Any], why: str, tiny
     assert why in str(caught.value)
 
 
-def test_limits_of_memory_without_it(tiny_folder: Path) -> None:
+def test_what_limits_of_memory_cannot_offload_is_refused(tiny_folder: Path) -> None:
     with refused("model.max_memory"):
         parse_config(tiny.settings(tiny_folder, model={"max_memory": ROOM}))
-
-
-def test_what_trains_whole_is_not_offloaded(tiny_folder: Path) -> None:
     values = offloaded(tiny.settings(tiny_folder, model={"modules_to_save": ["LayerNorm"]}))
     with refused("model.modules_to_save"):
         prepare(parse_config(values))

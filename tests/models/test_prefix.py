@@ -104,31 +104,22 @@ def test_architectures_that_have_none(kind: str, reason: str) -> None:
         FrozenPrefix.search(adapted, {blocks[-1]})
 
 
-def test_without_anything_that_trains_there_is_nothing_to_skip_to() -> None:
+def test_what_trains_decides_what_there_is_to_skip_to() -> None:
     adapted, _ = made("bert")
     assert FrozenPrefix.explain_refusal(adapted, set()) == "nothing in the model is trained"
-
-
-def test_the_head_alone_trains() -> None:
-    """The last block is where hidden states can be given to the model, though nothing in it changes."""
+    # The last block is where hidden states can be given to the model, though nothing in it changes
     adapted, blocks = made("bert")
     prefix = FrozenPrefix.search(adapted, {"classifier"})
     assert len(prefix.paths) == len(blocks)
 
 
-def test_a_pass_that_goes_another_way() -> None:
+def test_models_that_have_no_prefix_to_skip() -> None:
     adapted, blocks = made("bert")
     prefix = FrozenPrefix.search(adapted, {blocks[2]})
     with pytest.raises(NoPrefix, match="was not called"), prefix.record():
         pass
-
-
-def test_an_embedding_that_shares_its_weight_with_the_head() -> None:
     adapted, blocks = made("gemma2")
     assert "lm_head changes" in str(FrozenPrefix.explain_refusal(adapted, {"lm_head", blocks[3]}))
     assert FrozenPrefix.explain_refusal(adapted, {"model.norm", blocks[3]}) is None
-
-
-def test_a_model_that_takes_neither_tokens_nor_images() -> None:
     adapted = AdaptedModel(nn.Sequential(nn.Linear(2, 2)), {}, {})
     assert "neither tokens nor images" in str(FrozenPrefix.explain_refusal(adapted, {"0"}))

@@ -101,12 +101,9 @@ def test_the_base_of_a_server_state_is_added_to_a_sharded_weight_and_removed() -
     assert hash_frozen(adapted.model, adapted.get_values()).hexdigest() == adapted.hash_frozen().hexdigest()
 
 
-def test_a_shard_is_cut_as_fsdp_cuts_it() -> None:
+def test_a_shard_is_cut_as_fsdp_cuts_it_and_is_no_whole_weight() -> None:
     weight = adapt_sharded().layers["0.first"].stored_weight
     assert torch.equal(cut_shard(gather(weight), weight), get_shard(weight))
-
-
-def test_a_process_alone_cannot_read_a_sharded_weight() -> None:
     with refused("trainer", r"whole weight of 0\.first is needed, of which each process has"):
         adapt_sharded().get_weight("0.first")
 

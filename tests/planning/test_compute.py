@@ -144,7 +144,7 @@ def test_recomputed_activations_take_less_memory_and_more_flops(short: Plan) -> 
     assert 1.35 < again.compute.example / short.compute.example < 1.5
 
 
-def test_flops_are_of_the_mean_length_and_memory_of_the_greatest(short: Plan) -> None:
+def test_flops_are_of_the_mean_length_memory_of_the_greatest_and_packed_batches_one_row(short: Plan) -> None:
     mean = fedspan.plan(llama(), architecture=SHORT, length=128)
     assert (short.compute.length, mean.compute.length) == (512, 128)
     assert 4 < short.compute.example / mean.compute.example < 4.3
@@ -154,9 +154,6 @@ def test_flops_are_of_the_mean_length_and_memory_of_the_greatest(short: Plan) ->
             FedspanError, match=rf"^`--length`: {length} is not accepted\. Expected a whole number from 1 to 512"
         ):
             fedspan.plan(llama(), architecture=SHORT, length=length)
-
-
-def test_packed_batches_are_one_row(short: Plan) -> None:
     one, packed = short.compute, fedspan.plan(llama(data={"packing": True}), architecture=SHORT).compute
     attention = 3 * 6 * 4 * 512**2 * 4096  # of an example, forwards and, both of its factors moving, twice backwards
     assert packed.example == pytest.approx(one.example + 3 * attention, rel=0.01)  # each token meets those of all four

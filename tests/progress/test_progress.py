@@ -320,16 +320,13 @@ def test_rounds_and_epochs_that_are_not_run_are_no_work(compared: Prepared) -> N
     assert resumed.completed < effort.completed
 
 
-def test_stages_in_words() -> None:
+def test_stages_and_numbers_in_words() -> None:
     test = Stage("learning rate", 1, 5, "rates")
     inside = Stage("hidden states", 3, 9, outer=Stage("training", 0, 9, outer=test))
     assert describe_stage(inside) == "range test of the learning rate, 2 of 5"
     assert get_unrepeated_name(inside) == "learning rate"
     assert get_unrepeated_name(Stage("training", 3, 9)) is None
     assert describe_stage(Stage("training", 9, 9)) == "finishing the round"
-
-
-def test_numbers_in_words() -> None:
     losses = (None, 0.0, 0.00003, 0.123456, -2.0, 999.99, 1000.0, -123456.0, float("nan"))
     texts = ["-", "0.0000", "3e-05", "0.1235", "-2.0000", "999.9900", "1e+03", "-1.23e+05", "-"]
     assert [format_number(loss) for loss in losses] == texts

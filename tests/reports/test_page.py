@@ -167,15 +167,12 @@ def run(*rows: dict[str, Any]) -> Any:
     return SimpleNamespace(name="first", folder=Path("first"), rows=rows)
 
 
-def test_labels_are_drawn_as_shares_with_their_numbers() -> None:
+def test_labels_are_drawn_as_shares_and_many_without_numbers() -> None:
     rows = [ClientRow("east", (3, 1), 3, 1, 0), ClientRow("west", (0, 0), 0, 0, 0)]
     (heatmap,) = matrices.partition(rows, ["a", "b"]).data
     assert [list(line) for line in heatmap.z] == [[0.75, 0.25], [0.0, 0.0]]
     assert (list(heatmap.x), list(heatmap.y)) == (["a", "b"], ["east", "west"])
     assert [list(line) for line in heatmap.text] == [["3", "1"], ["0", "0"]]
-
-
-def test_many_labels_have_no_numbers_in_their_cells() -> None:
     rows = [ClientRow("east", (1,) * 13, 13, 0, 0)]
     (heatmap,) = matrices.partition(rows, [f"label {number}" for number in range(13)]).data
     assert set(heatmap.text[0]) == {""}

@@ -270,12 +270,6 @@ def test_the_table_by_value_has_the_mean_in_which_each_value_counts_alike() -> N
     assert table.head == ("cell", "method", "photo", "sketch", "mean")
     assert table.rows[0] == ("all", "FedIT", "85.0 ± 7.1", "35.0 ± 7.1", "60.0 ± 0.0")
     assert table.rows[1] == ("all", "failed", "-", "-", "-")
-
-
-def test_a_value_without_a_score_has_no_mean() -> None:
     table = reproduction(score_by_value("FedIT", photo=(0.9, 0.8), sketch=(None, 0.4))).build_value_table()
     assert table.rows[0] == ("all", "FedIT", "85.0 ± 7.1", "-", "-")
-
-
-def test_without_values_there_is_no_table() -> None:
     assert reproduction(score_by_value("FedIT")).build_value_table() is None

@@ -27,12 +27,9 @@ def best_of(metric: str, *scores: dict[str, float] | None) -> int:
     return max(rate_round(metric, number, one) for number, one in enumerate(scores, 1)).round
 
 
-def test_the_metric_decides() -> None:
+def test_the_metric_decides_then_the_loss_and_then_the_later_round() -> None:
     assert best_of("accuracy", {"accuracy": 0.6, "loss": 9.0}, {"accuracy": 0.5, "loss": 0.1}) == 1
     assert best_of("perplexity", {"perplexity": 3.0, "loss": 1.1}, {"perplexity": 2.0, "loss": 0.7}) == 2
-
-
-def test_the_loss_decides_between_equal_scores_and_then_the_later_round() -> None:
     tied = [{"accuracy": 0.6, "loss": loss} for loss in (0.9, 0.3, 0.5)]
     assert best_of("accuracy", *tied) == 2
     assert best_of("accuracy", *tied, tied[1]) == 4
@@ -229,15 +226,12 @@ def test_the_metrics_of_two_clients_select_nothing() -> None:
     assert best_round(select_reported(*best, third, None)) == 4
 
 
-def test_a_metric_that_few_clients_report_selects_nothing() -> None:
+def test_without_scores_of_enough_clients_the_last_round_is_selected() -> None:
     rows = {f"c{number}": {"loss": 0.5, "examples": 8.0} for number in range(4)}
     lie = {**rows, "c3": {**rows["c3"], "f1": 1.0}}
     later = {id: {**row, "loss": 0.4} for id, row in rows.items()}
     rounds = [ClientScores({"loss": 0.5}, one, {}) for one in (lie, later)]
     assert best_round(select_reported(*rounds, metric="f1")) == 2
-
-
-def test_without_scores_the_last_round_is_selected() -> None:
     selection = select(None, None, None)
     assert selection.best.round == 2
     assert Selection.from_json(json.loads(json.dumps(selection.to_json()))) == selection
@@ -273,10 +267,7 @@ def test_a_round_that_equals_the_start_by_reported_losses_replaces_it() -> None:
     rounds = [stepped(0.5, 0.6, 0.5, 0.3, 0.3), stepped(0.4, 0.5, 0.5, 0.3, 0.3), stepped(0.4, 0.4, 0.4, 0.3, 0.3)]
     assert get_rounds(select(*rounds)) == (2, 2)
     assert get_rounds(select(*rounds, stepped(*[0.9] * 5))) == (2, 2)
-
-
-def test_equal_means_of_reported_losses_are_equal_whichever_node_has_which_loss() -> None:
-    """Sums of floats depend on the order of their terms."""
+    # Sums of floats depend on the order of their terms
     rounds = [stepped(0.0, *row, 3 * STEP) for row in ((STEP, 3 * STEP, 3 * STEP), (3 * STEP, 3 * STEP, STEP))]
     means = [scores.pooled["loss"] for scores in rounds]
     assert means[0] != means[1] == pytest.approx(means[0], rel=1e-15)

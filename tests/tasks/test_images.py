@@ -224,12 +224,9 @@ def test_changes_are_those_of_pillow(options: dict[str, Any]) -> None:
     assert changed > 8
 
 
-def test_without_options_an_image_stays() -> None:
+def test_without_options_an_image_stays_with_them_every_shift_occurs() -> None:
     assert torch.equal(augment(image(1)[None], ImageOptions(), [torch.Generator()])[0], image(1).float())
-
-
-def test_every_shift_occurs_and_flips_are_as_frequent_as_asked() -> None:
-    """In both directions, by the whole padding, with black beside the image."""
+    # In both directions, by the whole padding, with black beside the image
     generator, white = torch.Generator().manual_seed(0), torch.full((200, 3, 6, 9), 255, dtype=torch.uint8)
     shifted = augment(white, ImageOptions(crop_padding=2), [generator] * 200)
     black = {tuple((one == 0).sum((0, 1)).tolist()) for one in shifted}

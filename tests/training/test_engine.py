@@ -541,13 +541,10 @@ def test_moments_are_returned_to_who_asks_for_them(tiny_folder: Path, decoders: 
         assert all(torch.equal(value, unasked[id].tensors[name]) for name, value in trained.tensors.items())
 
 
-def test_clients_are_divided_by_their_work() -> None:
+def test_clients_and_threads_are_divided() -> None:
     shares = balance({"a": 5, "b": 9, "c": 4, "d": 1, "e": 4}, 2)
     assert shares == [["b", "e"], ["a", "c", "d"]]
     assert balance({"a": 1}, 1) == [["a"]]
-
-
-def test_threads_are_divided_and_given_back() -> None:
     before, seen = torch.get_num_threads(), list[int]()
     torch.set_num_threads(4)
     try:

@@ -89,13 +89,10 @@ def test_the_raw_gradient_holds_neither_penalty_nor_offset_nor_clipping() -> Non
         assert close(pulled.tensors[name] - busy.tensors[name], LR * offset[name], 2e-3)
 
 
-def test_a_probe_sees_every_example_once() -> None:
+def test_a_probe_sees_every_example_once_and_is_the_gradient_of_the_whole_data() -> None:
     problem = Problem()
     engine, job = _engine(problem, sgd(LR, epochs=3))
     assert _train(engine, problem, replace(job, steps=0)).metrics["examples"] == len(problem.indices["client-2"])
-
-
-def test_a_probe_in_batches_is_the_gradient_of_the_whole_data() -> None:
     problem = Problem()
     engine, job = _engine(problem, sgd(LR))
     whole = _train(engine, problem, replace(job, steps=0)).gradient
@@ -234,13 +231,10 @@ def test_seeded_projectors_advance_with_each_refresh(step: int) -> None:
             assert torch.equal(live[f"{layer}/acc"], before[f"{layer}/acc"])
 
 
-def test_between_refreshes_nothing_changes() -> None:
+def test_nothing_changes_between_refreshes_and_after_the_last_measured_one_they_are_random() -> None:
     before, live, _, _ = refreshed(Refresh(2, "random"), 3)
     assert live.keys() == before.keys()
     assert all(torch.equal(live[name], before[name]) for name in before)
-
-
-def test_after_the_last_measured_one_refreshes_are_random() -> None:
     _, live, _, _ = refreshed(Refresh(2, "svd", until=1, seed=5), 2)
     assert torch.equal(live["fc1/P"], draw_projector("fc1", (8, 5), RANK, "right", 6).double())
 

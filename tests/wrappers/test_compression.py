@@ -377,15 +377,12 @@ def test_stochastic_rounding_is_unbiased() -> None:
     assert bool(((mean - value).abs() < (nearest - value).abs().max()).all())
 
 
-def test_counters_and_scalars_are_not_rounded() -> None:
+def test_counters_and_scalars_are_not_rounded_and_float16_refuses_what_it_cannot_hold() -> None:
     count, scalar = torch.tensor([3, 2**40]), torch.tensor(0.1)
     assert compress("count", count, "int8")[1] is count
     assert decompress("count", count)[1] is count
     assert torch.equal(decompress(*compress("scale", scalar, "int8"))[1], scalar)
     codes = torch.tensor([3, -4], dtype=torch.int8)
     assert decompress("own int8 buffer", codes)[1] is codes
-
-
-def test_float16_refuses_what_it_cannot_hold() -> None:
     with pytest.raises(OverflowError, match="largest, 65504"):
         compress("A", torch.tensor([1.0, 7e4]), "float16")

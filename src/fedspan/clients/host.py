@@ -26,17 +26,13 @@ from fedspan.clients.statistics import StatisticsLimits, compute_client_statisti
 from fedspan.clients.store import ClientStore, compute_state_digest
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Method
+from fedspan.core.parametrization import MultiHeadCore
 from fedspan.core.recent import RecentValues
 from fedspan.core.tensors import Tensors, split_extras
 from fedspan.core.values import Client, Contribution, Job, Message, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.privacy import (
-    compute_order_charges,
-    compute_planned_charges,
-    compute_training_noise,
-    privatize,
-)
+from fedspan.federation.privacy import compute_order_charges, compute_planned_charges, compute_training_noise, privatize
 from fedspan.federation.progress import ClientData, ClientState
 from fedspan.federation.protocol import Envelope, Order, Part, Reply, ScoredPart
 from fedspan.federation.secagg.messages import Phase
@@ -165,12 +161,14 @@ class Host:
             orders: Orders to train by client id; each is read when its client's training begins.
         """
         keeps_moments, running = self.engine.settings.optimizer_state == "keep", dict[str, OpenTraining]()
-        finished = set[str]()
+        finished, failed = set[str](), list[str]()
 
         def make_assignment(training: OpenTraining, job: Job) -> Assignment:
             if self.on_trained is not None:
                 job = replace(job, want_moments=True)
             assignment = training.make_assignment(job, keeps_moments)
+            if assignment.client in failed:
+                return replace(assignment, indices=assignment.indices[:0], ignored=assignment.count)
             if self.checkpoints is None:
                 return assignment
             return replace(assignment, checkpoint=self.checkpoints.open(training.order, len(training.parts)))
@@ -210,13 +208,14 @@ class Host:
             except Exception as error:  # on one of the examples, by the model that the server chose
                 if not self.hides_failures or is_explained(error):
                     raise
-                for id in orders:
-                    if id in finished:
-                        continue
-                    if id not in running:
-                        open_job(id)
-                    log.warning("nothing of what was trained is sent: %s", error, exc_info=error)
-                    on_reply(self._finish_untrained(running[id]))
+                log.warning("nothing of what was trained is sent: %s", error, exc_info=error)
+                failed += [id for id in orders if id not in finished]
+                if self.engine.privacy is not None and self.engine.privacy.mechanism == "dp-sgd":
+                    # An untrained reply would have no noise. Without examples, no further failure tells of them.
+                    self.engine.train_all(self.examples, dict.fromkeys(failed, 0), open_job, finish_job)
+                    return
+                for id in failed:
+                    on_reply(self._finish_untrained(running[id] if id in running else self._open_training(orders[id])))
 
     def _get_data(self, order: Order) -> ClientData:
         return _select_local(self.clients, order.to)
@@ -249,7 +248,10 @@ class Host:
         else:
             base = self._shared
         memory = stored.memory if order.client is not None else {}
-        return self.method.start(message, order.client, memory, order.round), replace(stored, base=base)
+        job = self.method.start(message, order.client, memory, order.round)
+        if order.client is not None:
+            _require_rank(job, max(order.client.rank, self.method.get_rank(None)))  # a client may train some slots
+        return job, replace(stored, base=base)
 
     def _open_training(self, order: Order) -> OpenTraining:
         data, client, privacy = self._get_data(order), _require_client(order), self.engine.privacy
@@ -277,7 +279,7 @@ class Host:
 
     @property
     def hides_failures(self) -> bool:
-        """Whether failed training has an untrained client's reply: the server may choose a model that fails on some."""
+        """Whether failed training has a reply, with noise only: the server may choose a model that fails on some."""
         return bool(self.agreed) and self._is_private
 
     def _finish_untrained(self, training: OpenTraining) -> Reply:
@@ -458,6 +460,16 @@ def _require_client(order: Order) -> Client:
     if order.client is None or order.client.id != order.to:
         raise ValueError(f"an order of kind {order.task!r} names another client, or none")
     return order.client
+
+
+def _require_rank(job: Job, rank: int) -> None:
+    """Check that the factors that a server sent have no larger rank than those that were agreed on."""
+    for layer, parametrization in job.parametrization.items():
+        if isinstance(parametrization, MultiHeadCore):  # between factors that the client draws
+            continue
+        for name in (f"{layer}/A", f"{layer}/V"):
+            if name in job.tensors and len(job.tensors[name]) > rank:
+                raise FedspanError("message.tensors", name, f"factors of at most rank {rank}")
 
 
 def _set_true_examples(client: Client, data: ClientData) -> Client:

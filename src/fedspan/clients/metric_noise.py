@@ -20,6 +20,7 @@ from fedspan.federation.protocol import ScoredPart, Scores
 from fedspan.tasks.losses import BoundsExamples, get_loss_bound
 from fedspan.tasks.metrics import METRICS
 from fedspan.tasks.task import Task
+from fedspan.tasks.trainer import TrainerTask
 
 _STEPS = 1024
 """Steps between the least and the most that an example contributes. The noise of whole numbers has no low bits, which
@@ -52,8 +53,10 @@ def draw_noise(scale: float) -> int:
 def list_released_metrics(task: Task) -> list[str]:
     """Return the metrics of a task that an evaluation releases: the run's own and the loss, if they are means.
 
-    Every further one would need more noise in each.
+    Every further one would need more noise in each. Nothing bounds what an example adds to those of a user's trainer.
     """
+    if isinstance(task, TrainerTask):
+        return []
     names = ["loss"] if isinstance(task, BoundsExamples) else []
     metric = getattr(task, "metric", "loss")
     return names + [metric] * (metric in METRICS and METRICS[metric].is_mean)
@@ -81,8 +84,8 @@ def score_parts(
     scores, bounded = dict[ScoredPart, Scores](), limits.epsilon is not None
     for name, indices in parts.items():
         size = limits.sizes.get(name, len(indices))
-        if size < max(1, limits.examples):
-            continue
+        if size < max(1, limits.examples) or (bounded and not list_released_metrics(task)):
+            continue  # nor is the model evaluated, which may fail on an example
         metrics, measured = measure(indices, bounded) if len(indices) else ({}, 0)
         if limits.epsilon is not None:
             # Whether a metric is sent must not depend on it: one example can make a perplexity infinite.

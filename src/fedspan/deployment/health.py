@@ -38,7 +38,7 @@ class Heartbeat:
         self._percent: int | None = None
         self._renewed = float("-inf")
         self.hides_shares = False
-        """Whether nobody learns how much of the work is done: the shares tell how many examples it has."""
+        """Whether nobody learns how much of which stage is done: this tells of examples, and of those that fail."""
 
     def renew(self, doing: str = _WAITING, percent: int | None = None) -> None:
         """Renew the heartbeat, at most every few seconds while the node does the same.
@@ -65,9 +65,11 @@ class Heartbeat:
         """Renew the heartbeat after a change of the innermost stage of the node's work (``Stages``)."""
         if stage is None:
             self.renew(self._doing or _WAITING, self._percent)
-        else:
-            total = None if self.hides_shares else stage.total
-            self.renew(stage.name, min(100, 100 * stage.done // total) if total else None)
+            return
+        while self.hides_shares and stage.outer is not None:
+            stage = stage.outer
+        total = None if self.hides_shares else stage.total
+        self.renew(stage.name, min(100, 100 * stage.done // total) if total else None)
 
     def notify_watchdog(self) -> None:
         """Tell systemd that the node works, if systemd asks for it and the heartbeat is not too old."""

@@ -235,7 +235,10 @@ def refuse_statistics(limits: NodeLimits, config: RunConfig) -> FedspanError | N
 
 
 def list_config_ranks(federation: FederationConfig, r: int, id: str) -> frozenset[int]:
-    """Return the ranks that a config can give to a client, by default that of the method."""
+    """Return the ranks that a config can give to a client, by default that of the method.
+
+    Those of others cost a node nothing: it refuses factors of a larger rank than its own and the method's (``Host``).
+    """
     match federation.ranks:
         case None:
             return frozenset({r})

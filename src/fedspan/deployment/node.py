@@ -102,7 +102,8 @@ class NodeService:
                     last.mark_recorded()
             elif request.task in ("keys", "shares"):
                 self._usage.record_exchange(request.run)
-            self._heartbeat.hides_shares = run.host.hides_failures
+            is_noisy = request.task == "evaluate" and run.host.metric_limits.epsilon is not None
+            self._heartbeat.hides_shares = run.host.hides_failures or is_noisy
             units = run.host.count_examples(request.to) if request.task == "train" else None
             with self._stages.stage(_STAGES.get(request.task, "training"), units):
                 reply = run.host.reply(request)

@@ -23,13 +23,7 @@ from fedspan.experiments.series import (
     set_seed,
     validate_seeds,
 )
-from fedspan.experiments.tables import (
-    Table,
-    format_heading,
-    format_mean,
-    format_megabytes,
-    format_seconds,
-)
+from fedspan.experiments.tables import Table, format_heading, format_mean, format_megabytes, format_seconds
 from fedspan.methods.registry import get_method_class
 from fedspan.runs.predictions import Items, read_items
 from fedspan.tasks.metrics import METRICS, compute_score
@@ -329,14 +323,7 @@ def build_report(comparison: Comparison, reports: Mapping[str, RunReport], folde
     differences = [compare(best, name) for name in scores if name != best] if best is not None else []
     is_best = all(difference is not None and difference.is_measurable for difference in differences)
     return CompareReport(
-        metric,
-        measured,
-        higher,
-        comparison.against,
-        comparison.seeds,
-        tuple(rows),
-        folder,
-        best if is_best else None,
+        metric, measured, higher, comparison.against, comparison.seeds, tuple(rows), folder, best if is_best else None
     )
 
 

@@ -27,14 +27,7 @@ from fedspan.training.prefix_rows import share_prefixes
 from fedspan.transports.ray.sharing import share_teams
 
 COMPARE = "compare.yaml"
-_SETTINGS = {
-    "command": list,
-    "methods": list,
-    "seeds": list,
-    "against": (str, type(None)),
-    "for": dict,
-    "config": dict,
-}
+_SETTINGS = {"command": list, "methods": list, "seeds": list, "against": (str, type(None)), "for": dict, "config": dict}
 
 
 def compare(

@@ -20,14 +20,7 @@ from fedspan.federation.arrival_sources import OnOrder
 from fedspan.federation.buffered import BufferedRound
 from fedspan.federation.presence import Presence
 from fedspan.federation.privacy import compute_round_charges, draw_poisson_cohort
-from fedspan.federation.progress import (
-    ClientData,
-    Failure,
-    OutOfRoundEvents,
-    Progress,
-    RoundResult,
-    Transfer,
-)
+from fedspan.federation.progress import ClientData, Failure, OutOfRoundEvents, Progress, RoundResult, Transfer
 from fedspan.federation.protocol import Reply
 from fedspan.federation.round import OnCharge, OnClient, OnFailure, Round, compute_client_charges, exchange_model
 from fedspan.federation.round_context import RoundContext

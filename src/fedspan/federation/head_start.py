@@ -20,17 +20,7 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.method import Claims, Memory, Method, Wrapper
 from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.tensors import group_by_layer, join_extra_name
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Group,
-    Job,
-    Message,
-    Reduced,
-    ServerState,
-    Spec,
-    Trained,
-)
+from fedspan.core.values import Client, Contribution, Group, Job, Message, Reduced, ServerState, Spec, Trained
 from fedspan.federation.aggregation.aggregation import AggregationFactory
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.changes import ChangeSize

@@ -23,14 +23,7 @@ from dataclasses import dataclass, replace
 
 from fedspan.core.method import Claims, Memory, Wrapper
 from fedspan.core.tensors import split_extras
-from fedspan.core.values import (
-    Client,
-    Job,
-    Message,
-    Reduced,
-    ServerState,
-    Trained,
-)
+from fedspan.core.values import Client, Job, Message, Reduced, ServerState, Trained
 from fedspan.federation.round_context import RoundContext
 from fedspan.federation.validation import build_untrained_jobs
 from fedspan.training.projector_refresh import build_untrained_tensors

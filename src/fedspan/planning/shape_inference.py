@@ -21,17 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedspan.core.method import Memory, Method, RegisteredMethod, Traffic, Wrapper
 from fedspan.core.tensors import Tensors, split_extras
-from fedspan.core.values import (
-    Client,
-    Contribution,
-    Job,
-    Message,
-    OptimizerState,
-    Reduced,
-    Spec,
-    StackItem,
-    Trained,
-)
+from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, Reduced, Spec, StackItem, Trained
 from fedspan.federation.serialization import compute_payload_size
 from fedspan.training.projector_refresh import build_untrained_tensors
 

@@ -183,7 +183,7 @@ def get_loss_bound(task: Task) -> float:
 
 
 def bound_loss(
-    task: Task, metrics: Mapping[str, float], predictions: Tensor | None, examples: Any, indices: Sequence[int]
+    task: Task, metrics: Mapping[str, float], predictions: Tensor, examples: Any, indices: Sequence[int]
 ) -> dict[str, float]:
     """Return metrics with a loss that is the plain mean over examples of losses from 0 to the task's bound.
 
@@ -191,12 +191,12 @@ def bound_loss(
 
     Args:
         metrics: The task's metrics over the examples.
-        predictions: Predictions of the examples; None: there are none, as with a trainer of a user's own.
+        predictions: Predictions of the examples.
         examples: The data set that the indices point into.
     """
     others = {name: value for name, value in metrics.items() if name != "loss"}
-    if predictions is None or not isinstance(task, BoundsExamples) or "loss" not in metrics:
-        return others
+    if not isinstance(task, BoundsExamples):
+        return others  # whether there are metrics does not matter: one number that is none leaves no mean of all
     bound = get_loss_bound(task)
     losses_B, _ = task.compute_example_losses(predictions, examples, indices)
     return {"loss": float(losses_B.double().nan_to_num(nan=bound, posinf=bound).clamp(0, bound).mean()), **others}

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+import numpy as np
+
 from fedspan.errors import FedspanError, build_install_command
 
 Accounting = Literal["rdp", "prv"]
@@ -22,8 +24,11 @@ _STEP = 0.01
 """Share of a target epsilon that calibration may leave unspent."""
 _ORDERS = (*(1 + tenth / 10 for tenth in range(1, 110)), *range(12, 64), 80, 96, 128, 192, 256, 384, 512, 1024)
 """Orders of Renyi divergences. Opacus' own list ends at 63, which overestimates the cost of few very noisy releases."""
-_UNPROTECTED = 100.0
-"""Epsilon from which on the loose bound will do: a server may choose noise for which ``prv`` takes gigabytes."""
+_LONGEST = 800.0
+"""Loose epsilon times the root of the number of releases, by which the time and memory of ``prv`` grow. Beyond it, the
+loose bound will do: a server may choose a noise or steps for which ``prv`` takes minutes and gigabytes."""
+_TRIES = 4
+"""Calibrations by the loose bound in one by ``prv``; two usually suffice."""
 _COARSE = 8
 """Calibration first tries every eighth order: a divergence takes milliseconds."""
 
@@ -34,6 +39,11 @@ class Mechanism:
 
     rate: float
     noise: float
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether Opacus' series for orders between whole numbers takes seconds to converge."""
+        return abs(self.rate - 0.5) < 0.02 and self.noise > 5
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,8 @@ def compute_epsilon(counts: Mapping[Mechanism, int], delta: float, accounting: A
         return math.inf
     parts = tuple(sorted(releases.items()))
     loose = _compute_renyi_epsilon(parts, delta, _ORDERS)[0]
-    return _compute_tight_epsilon(parts, delta) if accounting == "prv" and loose < _UNPROTECTED else loose
+    is_long = loose * math.sqrt(sum(releases.values())) > _LONGEST or any(mechanism.is_slow for mechanism in releases)
+    return loose if accounting == "rdp" or is_long else min(loose, _compute_tight_epsilon(parts, delta))
 
 
 @lru_cache(maxsize=4096)
@@ -150,7 +161,10 @@ def _compute_renyi_divergences(mechanism: Mechanism, orders: tuple[float, ...]) 
     """Compute the Renyi divergences of one release; those of several releases add up."""
     from opacus.accountants.analysis.rdp import compute_rdp
 
-    return compute_rdp(q=mechanism.rate, noise_multiplier=mechanism.noise, steps=1, orders=list(orders))
+    used = [order for order in orders if not mechanism.is_slow or order == int(order)]
+    divergences: Any = compute_rdp(q=mechanism.rate, noise_multiplier=mechanism.noise, steps=1, orders=used)
+    by_order = dict[float, float](zip(used, divergences, strict=True))
+    return np.array([by_order.get(order, math.inf) for order in orders])
 
 
 @lru_cache(maxsize=4096)
@@ -162,12 +176,11 @@ def calibrate_noise(rate: float, count: int, epsilon: float, delta: float, accou
         delta: Delta of the guarantee.
     """
     require_opacus()
+    if accounting == "prv":
+        return _calibrate_tightly(rate, count, epsilon, delta)
 
     def cost(noise: float, orders: tuple[float, ...]) -> float:
-        release = Mechanism(rate, noise)
-        if accounting == "prv":
-            return compute_epsilon({release: count}, delta, accounting)
-        return _compute_renyi_epsilon(((release, count),), delta, orders)[0]
+        return _compute_renyi_epsilon(((Mechanism(rate, noise), count),), delta, orders)[0]
 
     coarse = tuple(sorted({*_ORDERS[::_COARSE], *_ORDERS[-_COARSE:]}))  # the last orders are far apart
     high = 1.0
@@ -178,14 +191,26 @@ def calibrate_noise(rate: float, count: int, epsilon: float, delta: float, accou
                 "privacy.epsilon", epsilon, problem=f"{epsilon:g} is too small for {count} releases with any noise"
             )
     high = _bisect(high, epsilon, lambda noise: cost(noise, coarse))
-    if accounting == "prv":
-        return high
     # Epsilon has one minimum over the orders: the best order of all lies near the best coarse one.
     best = _compute_renyi_epsilon(((Mechanism(rate, high), count),), delta, coarse)[1]
     index = coarse.index(best)
     first, last = coarse[max(0, index - 1)], coarse[min(index + 1, len(coarse) - 1)]
     fine = tuple(order for order in _ORDERS if first <= order <= last)
     return _bisect(high, epsilon, lambda noise: cost(noise, fine))
+
+
+def _calibrate_tightly(rate: float, count: int, epsilon: float, delta: float) -> float:
+    """Calibrate noise by ``prv``: by the loose bound, for an epsilon by so much larger as that bound is loose."""
+    target = best = epsilon
+    for _ in range(_TRIES):
+        noise = calibrate_noise(rate, count, target, delta, "rdp")
+        loose, tight = (compute_epsilon({Mechanism(rate, noise): count}, delta, kind) for kind in ("rdp", "prv"))
+        if tight <= epsilon:
+            best = target
+        if epsilon * (1 - _STEP) <= tight <= epsilon:
+            break
+        target = epsilon * (1 - _STEP / 4) * loose / tight
+    return calibrate_noise(rate, count, best, delta, "rdp")
 
 
 def _bisect(high: float, epsilon: float, cost: Callable[[float], float]) -> float:

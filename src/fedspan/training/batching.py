@@ -21,7 +21,7 @@ from fedspan.models.layout import Padded, TokenLayout
 from fedspan.models.precision import compute_tolerance
 from fedspan.models.unpadded import Unpadded
 from fedspan.tasks.task import Examples, Task
-from fedspan.training.jobs import Assignment, TrainingSettings
+from fedspan.training.jobs import Assignment, TrainingSettings, is_explained
 
 _WINDOW = 8
 
@@ -116,8 +116,13 @@ class AlikeGroups:
         groups: dict[tuple[torch.Size, ...], list[int]] = {}
         for index in indices.tolist():
             if index not in known:
-                batch = self._task.collate(examples, [index], torch.device("cpu"))
-                known[index] = tuple(value.shape for value in batch.values())
+                try:
+                    batch = self._task.collate(examples, [index], torch.device("cpu"))
+                    known[index] = tuple(value.shape for value in batch.values())
+                except Exception as error:
+                    if is_explained(error):
+                        raise
+                    known[index] = ()  # it fails again in its own pass, alone
             groups.setdefault(known[index], []).append(index)
         return [np.array(groups[shapes]) for shapes in sorted(groups)]
 
@@ -211,23 +216,20 @@ class Padding:
             raise Padded("there are no examples")
         sample = order[np.unique(np.linspace(0, len(order) - 1, _SAMPLE).astype(np.int64))].tolist()
         self.adapted.install({}, {}, frozenset())
-        batch = self.task.collate(examples, sample, self.adapted.device)
-        layout = build_layout(batch, examples.lengths[sample])
-        if layout is None or not _is_padded_right(batch, examples.lengths[sample]):
-            raise Padded("its batches have no attention mask with padding on the right")
-        with enter_evaluation(self.adapted.model):
-            expected = self.task.compute_client_losses(
-                self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device)
-            )
-            try:
+        try:
+            batch = self.task.collate(examples, sample, self.adapted.device)
+            layout = build_layout(batch, examples.lengths[sample])
+            if layout is None or not _is_padded_right(batch, examples.lengths[sample]):
+                raise Padded("its batches have no attention mask with padding on the right")
+            rows = torch.eye(len(sample)).to(self.adapted.device)
+            with enter_evaluation(self.adapted.model):
+                expected = self.task.compute_client_losses(self.adapted.model, batch, rows)
                 with unpadded.within(layout):
-                    losses = self.task.compute_client_losses(
-                        self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device)
-                    )
-            except Padded:
-                raise
-            except Exception as error:  # blocks may fail in any way on tokens in one row
-                raise Padded(f"a forward pass without padding failed ({type(error).__name__}: {error})") from error
+                    losses = self.task.compute_client_losses(self.adapted.model, batch, rows)
+        except Padded:
+            raise
+        except Exception as error:  # on an example, which then fails alone; or in a block, on tokens in one row
+            raise Padded(f"a forward pass without padding failed ({type(error).__name__}: {error})") from error
         difference = float((losses - expected).norm() / expected.norm())
         if not difference < compute_tolerance(self.adapted.model):
             raise Padded(f"losses differ by {difference:.1e} without padding")

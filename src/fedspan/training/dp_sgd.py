@@ -245,10 +245,10 @@ class PrivateTraining:
         losses: list[Tensor] = []
         gradients: dict[str, list[Tensor]] = {name: [] for name in step.names}
         for index in indices.tolist():
-            batch = trainer.task.collate(examples, [index], trainer.adapted.device)
-            self._set_dropout(step, batch, np.array([index]))
-            unpadded = trainer.padding.remove_padding(batch, examples.lengths[[index]])
             try:
+                batch = trainer.task.collate(examples, [index], trainer.adapted.device)
+                self._set_dropout(step, batch, np.array([index]))
+                unpadded = trainer.padding.remove_padding(batch, examples.lengths[[index]])
                 with unpadded, trainer.prefixes.feed(examples, [index]):
                     loss = trainer.task.compute_loss(trainer.adapted.model, batch)
                 own_gradients = torch.autograd.grad(loss, [live[name] for name in step.names], allow_unused=True)

@@ -102,7 +102,7 @@ class Engine(Predictor, Protocol):
 
         Args:
             bounded: Whether no example contributes more than the task's bound to the loss (``losses.bound_loss``), and
-                none to the results of others (``batching.AlikeGroups``; own trainers make their passes themselves).
+                none to the results of others (``batching.AlikeGroups``).
         """
         ...
 

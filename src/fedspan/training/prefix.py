@@ -27,7 +27,7 @@ from fedspan.models.prefix import FrozenPrefix, NoPrefix, list_live_modules
 from fedspan.tasks.losses import get_logits
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import Padding, split_evaluation_batches
-from fedspan.training.jobs import PrefixSettings, convert_out_of_memory
+from fedspan.training.jobs import PrefixSettings, convert_out_of_memory, is_explained
 from fedspan.training.prefix_rows import PrefixRows, PrefixStore, compute_prefix_key, store_in_use
 from fedspan.training.stages import Stages
 
@@ -134,6 +134,10 @@ class PrefixCache:
             cache.verify()
         except NoPrefix as error:
             return None, str(error)
+        except Exception as error:  # in passes through the whole model, each example fails alone
+            if is_explained(error):
+                raise
+            return None, f"the model fails on an example ({type(error).__name__}: {error})"
         return cache, ""
 
     def create_replica(self, adapted: AdaptedModel, padding: Padding | None = None) -> PrefixCache:

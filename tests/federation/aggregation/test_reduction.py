@@ -244,12 +244,9 @@ def test_the_geometric_median_minimizes_the_weighted_distances(count: int, rng: 
     assert cost(compute_geometric_median(rows, weights)) <= best * (1 + 1e-3) + 1e-9
 
 
-def test_the_geometric_median_of_two_is_the_heavier_one_however_little_heavier() -> None:
+def test_the_geometric_median_of_two_is_the_heavier_one_and_of_a_line_the_weighted_median() -> None:
     rows = torch.tensor([[1.5410, -0.2934, -2.1788], [0.5684, -1.0845, -1.3986]], dtype=torch.float64)
     assert torch.equal(compute_geometric_median(rows, torch.tensor([0.4973, 0.5027], dtype=torch.float64)), rows[1])
-
-
-def test_the_geometric_median_of_a_line_is_the_weighted_median() -> None:
     rows = torch.tensor([[0.0], [1.0], [10.0], [1e9]], dtype=torch.float64)
     weights = torch.tensor([0.2, 0.4, 0.2, 0.2], dtype=torch.float64)
     assert float(compute_geometric_median(rows, weights)) == pytest.approx(1.0, abs=1e-4)
@@ -349,15 +346,12 @@ def reduce(*, round: int = 0, **settings: Any) -> torch.Tensor:
     return reducer.compute_result().mean["fc/A"]
 
 
-def test_rules_and_their_trim_decide_the_result() -> None:
+def test_rules_trim_seed_and_round_decide_the_result() -> None:
     assert reduce() == pytest.approx(torch.tensor([[108 / 6, -108 / 6]]))  # the first client counts twice
     assert reduce(reduction="median").tolist() == [[2.0, -2.0]]
     assert reduce(reduction="trimmed-mean", trim=0.2) == pytest.approx(torch.tensor([[8 / 3, -8 / 3]]))
     assert reduce(reduction="trimmed-mean", trim=0.4).tolist() == [[2.0, -2.0]]
     assert float(reduce(reduction="multi-krum", trim=0.2)[0, 0]) < 5
-
-
-def test_the_noise_of_flame_is_of_the_seed_and_the_round() -> None:
     first = reduce(reduction="flame", seed=1)
     assert torch.equal(reduce(reduction="flame", seed=1), first)
     assert not torch.equal(reduce(reduction="flame", seed=2), first)

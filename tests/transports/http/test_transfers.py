@@ -195,7 +195,7 @@ def test_a_transfer_stays_below_its_bandwidth(server: LocalServer) -> None:
     assert sent - received >= SIZE / rate
 
 
-def test_transfers_share_a_rate() -> None:
+def test_transfers_share_a_rate_and_a_pause_is_not_made_up_for() -> None:
     pacer, began = client.Pacer(1e5), time.monotonic()
     threads = [Thread(target=lambda: [pacer.wait(1000) for _ in range(5)]) for _ in range(4)]
     for thread in threads:
@@ -203,9 +203,6 @@ def test_transfers_share_a_rate() -> None:
     for thread in threads:
         thread.join()
     assert time.monotonic() - began >= 0.2
-
-
-def test_a_pause_is_not_made_up_for() -> None:
     pacer = client.Pacer(1e5)
     pacer.wait(1000)
     time.sleep(0.1)

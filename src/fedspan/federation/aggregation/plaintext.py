@@ -17,14 +17,7 @@ from fedspan.federation.aggregation.robust import (
     GeometricMedianReducer,
     MultiKrumReducer,
 )
-from fedspan.federation.changes import (
-    MODEL,
-    Change,
-    compute_norm_limits,
-    measure_change,
-    rebase_change,
-    shrink_reply,
-)
+from fedspan.federation.changes import MODEL, Change, compute_norm_limits, measure_change, rebase_change, shrink_reply
 from fedspan.federation.privacy import create_central_privacy
 from fedspan.federation.progress import Failure, TooFew, Transfer
 from fedspan.federation.protocol import Masking, OrderEncoder, Reply

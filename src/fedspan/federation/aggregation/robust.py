@@ -174,7 +174,8 @@ class FlameReducer(RobustReducer):
         norms = flat.norm(dim=1)
         limit = statistics.median(norms.tolist())
         cluster = find_largest_cluster(flat)
-        clipped = flat[cluster] * (limit / norms[cluster].clamp_min(1e-300)).clamp_max(1.0)[:, None]
+        longest = limit if len(flat) >= _MIN_REPLIES else math.inf
+        clipped = flat[cluster] * (longest / norms[cluster].clamp_min(1e-300)).clamp_max(1.0)[:, None]
         rng = create_generator(self._seed, "flame", self._round)
         noise = torch.randn(flat.shape[1], generator=rng, dtype=torch.float64)
         return apply_change(self._unflatten(clipped.mean(0) + _NOISE * limit * noise), self._origin)

@@ -99,14 +99,7 @@ class SecureAggregation:
         """``Aggregation.open``: exchange keys and shares."""
         context = self.context
         session = self._session = SecureSession(
-            *(
-                context.transport,
-                context.rules.deadline,
-                context.run,
-                context.state.round,
-                attempt,
-                self._fewest,
-            ),
+            *(context.transport, context.rules.deadline, context.run, context.state.round, attempt, self._fewest),
             {id: context.clients[id].identity for id in clients},
         )
         self.replies.clear()

@@ -20,7 +20,6 @@ from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.models.adapted import AdaptedModel, hash_frozen
 from fedspan.models.calls import replace_forward
 from fedspan.models.direct_uses import forbid_direct_uses
-from fedspan.tasks.losses import bound_loss
 from fedspan.tasks.metrics import is_metric_name
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.engine import FinishJob, OpenJob, train_one_by_one
@@ -138,7 +137,7 @@ class TrainerEngine(TrainingServices):
     def evaluate(
         self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, bounded: bool = False
     ) -> dict[str, float]:
-        """``Engine.evaluate``, by the client's own trainer on its own evaluation examples."""
+        """``Engine.evaluate``, by the client's own trainer on its own evaluation examples; never ``bounded``."""
         owner = self._get_owner(client)
         owner.adapted.set_base(self.adapted.base)
         with (
@@ -167,7 +166,7 @@ class TrainerEngine(TrainingServices):
             )
             raise FedspanError("evaluation.metric", self._metric, problem=problem)
         self.stages.advance("evaluation", len(indices))
-        return bound_loss(self.task, metrics, None, examples, indices.tolist()) if bounded else metrics
+        return metrics
 
     def _report_unknown_metrics(self, client: str, names: Set[str]) -> None:
         """Warn of metrics that are not in the report: once each, for the first client that measures it."""
