@@ -77,7 +77,7 @@ You have not trained anything yet: the plan tells you what each client will send
 """,
     ),
     (
-        "fedspan run fedspan.yaml --out runs/first --set federation.rounds=6 --set federation.early_stopping=null",
+        "fedspan run fedspan.yaml --out runs/first",
         """\
 Six rounds keep this page short. Leave out both `--set`, and the run ends after four rounds without a lower validation
 loss, or after 20.

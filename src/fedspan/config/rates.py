@@ -25,9 +25,6 @@ class TrainingDefaults:
     local_epochs: int
     """Passes over a client's examples in a round."""
     rounds: int
-    """Maximum number of rounds."""
-    early_stopping: int
-    """Rounds without a lower validation loss after which the run stops."""
     final_rounds: int
     """Rounds after the best one on all of a client's examples."""
     logit_adjustment: float
@@ -52,8 +49,7 @@ def get_training_defaults(task: str, method: str) -> TrainingDefaults:
         lr=definition.lr * FACTORS.get(method, 1.0),
         batch_size=16,
         local_epochs=1,
-        rounds=20,
-        early_stopping=4,
+        rounds=12,
         final_rounds=2,
         logit_adjustment=1.0 if "logit_adjustment" in definition.loss_options else 0.0,
     )

@@ -123,16 +123,12 @@ def render_config(
         "  lora_alpha: 16",
         "",
         "federation:",
-        f"  rounds: {defaults.rounds} # maximum",
-        f"  early_stopping: {defaults.early_stopping} # stop after this many rounds without a lower validation loss",
+        f"  rounds: {defaults.rounds} # more later: fedspan run --resume RUN --set federation.rounds=20",
         *(
             (f"  final_rounds: {defaults.final_rounds} # after the best one, on all examples, validation included",)
             if has_test
             else ()
         ),
-        "",
-        "evaluation:",
-        "  best_by: loss # selects the best round; accuracy is noisy on small validation parts",
         "",
         "training:",
         f"  lr: {defaults.lr * factor:.1e} # or auto: a range test before the first round",
