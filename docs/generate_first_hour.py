@@ -79,17 +79,13 @@ You have not trained anything yet: the plan tells you what each client will send
     (
         "fedspan run fedspan.yaml --out runs/first",
         """\
-Six rounds keep this page short. Leave out both `--set`, and the run ends after four rounds without a lower validation
-loss, or after 20.
-
 In a terminal you see progress bars with the round, the stage and the time left; elsewhere, as here, long stages print a
 line from time to time. Before the first round, every client sends statistics from which the head starts, and computes
 the outputs of the layers below the adapters once. The row `start` is the model before training. A terminal shows the
 best rounds in bold.
 
-The best round is not always the one with the lowest loss: it is the round whose gain in validation loss over the start,
-minus the gain's standard error, is the largest. A later round with a lower loss is not selected if its gains differ
-more between clients. From the best round on, `federation.final_rounds` train on all examples, those of the validation
+The best round is the one with the best metric on the clients' validation parts, and of equal ones that with the lowest
+loss. From the best round on, `federation.final_rounds` train on all examples, those of the validation
 parts included. You get the model after them, and the scores on the held-out examples are its scores.
 
 If the run is interrupted, continue it with `fedspan run --resume runs/first`.

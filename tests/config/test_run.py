@@ -109,7 +109,7 @@ def test_every_task_and_method_has_defaults_that_a_config_accepts(task: str, met
         "local_epochs": found.local_epochs,
         "logit_adjustment": found.logit_adjustment,
     }
-    federation = {"rounds": found.rounds, "early_stopping": found.early_stopping}
+    federation = {"rounds": found.rounds}
     config = parse_config({"task": task, "data": {"train": "x.csv"}, "training": training, "federation": federation})
     assert config.build_training_settings().lr == found.lr
 

@@ -546,7 +546,7 @@ def test_a_deployment_begins_with_the_rounds(tiny_folder: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "rounds"),
     [
-        ({"federation": {"rounds": 20}}, 4),
+        ({"federation": {"rounds": 12}}, 4),
         ({"federation": {"rounds": 100}}, 5),
         ({"federation": {"rounds": 4}}, 0),
         ({"federation": {"rounds": 20}, "model": {"head_init": "random"}}, 0),
@@ -554,7 +554,7 @@ def test_a_deployment_begins_with_the_rounds(tiny_folder: Path, tmp_path: Path) 
         ({"federation": {"rounds": 20}, "privacy": {"mechanism": "local", "noise": 1.0}}, 0),
     ],
 )
-def test_auto_is_a_fifth_of_the_rounds(changes: dict[str, Any], rounds: int, tiny_folder: Path) -> None:
+def test_auto_is_a_third_of_the_rounds(changes: dict[str, Any], rounds: int, tiny_folder: Path) -> None:
     model = {"head_init": "auto", **changes.pop("model", {})}
     assert tiny.config(tiny_folder, model=model, **changes).head_rounds == rounds
 

@@ -386,7 +386,9 @@ class RunSections(Section):
             return 0
         if (model.extras or get_method_class(self.method.name).claims.extras) != "average":
             return 0
-        return 0 if self.privacy or self.federation.buffered else min(5, self.federation.rounds // 5)
+        if self.privacy or self.federation.buffered or self.federation.rounds < 5:
+            return 0
+        return min(5, self.federation.rounds // 3)
 
 
 def fill_dataset_defaults(values: object) -> object:
