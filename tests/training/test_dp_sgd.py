@@ -487,6 +487,7 @@ def test_calibrated_noise_spends_the_target_and_no_more(
 
 @given(st.floats(0.01, 1.0), st.integers(1, 2000), st.floats(0.2, 50.0), st.sampled_from([1e-3, 1e-5, 1e-9]))
 @example(1.0, 1, 0.25, 1e-9)
+@example(0.5, 100, 5.0, 1e-5)
 @settings(max_examples=2, deadline=None)
 def test_the_few_orders_that_calibration_looks_at_leave_nothing_unspent(
     rate: float, count: int, epsilon: float, delta: float

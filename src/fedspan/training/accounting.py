@@ -182,7 +182,8 @@ def calibrate_noise(rate: float, count: int, epsilon: float, delta: float, accou
     def cost(noise: float, orders: tuple[float, ...]) -> float:
         return _compute_renyi_epsilon(((Mechanism(rate, noise), count),), delta, orders)[0]
 
-    coarse = tuple(sorted({*_ORDERS[::_COARSE], *_ORDERS[-_COARSE:]}))  # the last orders are far apart
+    # The last orders are far apart, and a slow mechanism has whole ones alone.
+    coarse = tuple(sorted({*_ORDERS[::_COARSE], *map(float, range(2, 12)), *_ORDERS[-_COARSE:]}))
     high = 1.0
     while cost(high, coarse) > epsilon:
         high *= 2

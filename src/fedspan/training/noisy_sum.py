@@ -80,7 +80,10 @@ class NoisySum:
             step: The step's number in the job, from 0.
         """
         assignment = self._assignment
-        self._optimizer.label = ("dp-sgd", assignment.round, assignment.client, assignment.job.phase, step)
+        label = ("dp-sgd", assignment.round, assignment.client, assignment.job.phase, step)
+        if self._optimizer.secret:  # two orders of a round may have equal sums, such as zero, and would have equal noise
+            label = (*label, assignment.origin, compute_tensor_digest(assignment.job.tensors))
+        self._optimizer.label = label
         self._optimizer.expected_batch_size = expected
         self._optimizer.add_noise()
         self._optimizer.scale_grad()
