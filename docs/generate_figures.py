@@ -97,26 +97,11 @@ def draw_compression(rows: Rows) -> Figure:
     return figure
 
 
-def draw_defaults(rows: Rows) -> Figure:
-    """Differences between the starts, with their intervals."""
-    figure = Figure(figsize=(6, 0.5 + 0.35 * len(rows)))
-    axes = figure.subplots()
-    for place, row in enumerate(reversed(rows)):
-        center, low, high = read_numbers(row["difference"].replace(" to ", " "))
-        axes.plot([low, high], [place, place], color="tab:blue")
-        axes.plot(center, place, "o", color="tab:blue")
-    axes.set_yticks(range(len(rows)), [f"{row['data']}, {row['partition']}" for row in reversed(rows)])
-    axes.axvline(0, color="tab:gray", linewidth=1)
-    axes.set(xlabel="accuracy without statistics minus with them, points")
-    return figure
-
-
 FIGURES: dict[str, tuple[str, Callable[[Rows], Figure]]] = {
     "speed": ("|  | ms an example |", draw_speed),
     "gpu": ("| shape | batch |", draw_gpu),
     "load": ("| nodes | rounds |", draw_load),
     "compression": ("| method | float32: down + up, kB |", draw_compression),
-    "defaults": ("| data | partition |", draw_defaults),
 }
 """Beginning of the table's header, and function that draws it, by page."""
 

@@ -229,6 +229,8 @@ class Padding:
         except Padded:
             raise
         except Exception as error:  # on an example, which then fails alone; or in a block, on tokens in one row
+            if is_explained(error):
+                raise
             raise Padded(f"a forward pass without padding failed ({type(error).__name__}: {error})") from error
         difference = float((losses - expected).norm() / expected.norm())
         if not difference < compute_tolerance(self.adapted.model):

@@ -81,7 +81,9 @@ class NoisySum:
         """
         assignment = self._assignment
         label = ("dp-sgd", assignment.round, assignment.client, assignment.job.phase, step)
-        if self._optimizer.secret:  # two orders of a round may have equal sums, such as zero, and would have equal noise
+        if (
+            self._optimizer.secret
+        ):  # two orders of a round may have equal sums, such as zero, and would have equal noise
             label = (*label, assignment.origin, compute_tensor_digest(assignment.job.tensors))
         self._optimizer.label = label
         self._optimizer.expected_batch_size = expected
