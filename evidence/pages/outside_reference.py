@@ -9,7 +9,7 @@ a tenth of the training rows of seed 0; then all rows are trained on. fedspan ru
 is, and with a head that starts at random, as in a deployment.
 
 A cell is written to ``--cells`` when it is finished, so the script can be stopped at any moment. Those in the
-repository are not measured again. ``--print`` prints the table of what there is and saves its picture.
+repository are not measured again: remove one to do so; ``--print`` prints the table of what there is.
 """
 
 import argparse
@@ -29,15 +29,11 @@ import numpy as np
 import peft
 import torch
 import transformers
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from PIL import Image
 from scipy import stats
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
-from evidence.claims.report import save_figure
 from evidence.pages.subsets import PARTITIONS, SETS, Cell, ImageSet, config_of, write_data
 
 RATES = (5e-4, 1e-3, 2e-3, 5e-3)
@@ -232,7 +228,9 @@ class Cells:
             value = compute()
             self.values = {**self._read(), key: value}
             lines = (f"{json.dumps(name)}: {json.dumps(self.values[name])}" for name in sorted(self.values))
-            self.path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+            written = self.path.with_suffix(".tmp")  # a process that dies here loses no other cell
+            written.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+            written.replace(self.path)
             print(f"{key}: {value} ({time.monotonic() - began:.0f} s)", flush=True)
         return self.values[key]
 
@@ -305,8 +303,8 @@ def measure_fedspan(cell: Cell, args: argparse.Namespace, cells: Cells) -> None:
     import fedspan
     from fedspan.config import load_config
 
-    def run(changes: Sequence[str]) -> dict[str, Any]:
-        folder = args.out / "runs" / f"{cell.stem}-{len(changes)}"
+    def run(title: str) -> dict[str, Any]:
+        folder, changes = args.out / "runs" / f"{cell.stem}-{list(STARTS).index(title)}", STARTS[title]
         path = folder.with_suffix(".yaml")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(config_of(cell, args).model_dump(mode="json")), encoding="utf-8")
@@ -316,8 +314,8 @@ def measure_fedspan(cell: Cell, args: argparse.Namespace, cells: Cells) -> None:
         values = {"accuracy": report.scores["test"]["accuracy"], "start": start, "code": code.stdout.strip()}
         return {**values, "seconds": round(report.seconds), "bytes": report.bytes["up"]}
 
-    for title, changes in STARTS.items():
-        cells.get(f"{cell.name} | {cell.partition} | {cell.seed} | {title}", lambda changes=changes: run(changes))
+    for title in STARTS:
+        cells.get(f"{cell.name} | {cell.partition} | {cell.seed} | {title}", lambda title=title: run(title))
 
 
 def read_rows(name: str, cells: Mapping[str, Any], args: argparse.Namespace) -> dict[tuple[str, str], dict[int, float]]:
@@ -392,24 +390,6 @@ def build_table(cells: Mapping[str, Any], args: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def draw_accuracies(cells: Mapping[str, Any], args: argparse.Namespace) -> Figure:
-    """Draw the mean accuracies of all rows, a line of points for each set."""
-    figure, axes = plt.subplots(figsize=(8, 0.6 * len(args.only) + 1.6), layout="constrained")
-    titles: list[tuple[str, str]] = []
-    for height, name in enumerate(args.only):
-        for key, scores in read_rows(name, cells, args).items():
-            titles += [] if key in titles else [key]
-            row = titles.index(key)
-            place = height + (0.1 * (row - 3) if key[0] != "pooled" else 0)
-            axes.plot(100 * mean(scores.values()), place, "o|^vsDPX"[row], color=f"C{row}", markersize=7)
-    axes.set_yticks(range(len(args.only)), args.only)
-    axes.invert_yaxis()
-    axes.set_xlabel("test accuracy, %")
-    handles = [Line2D([], [], marker="o|^vsDPX"[row], color=f"C{row}", linestyle="") for row in range(len(titles))]
-    figure.legend(handles, [": ".join(key) for key in titles], loc="outside lower center", ncols=2, frameon=False)
-    return figure
-
-
 def main() -> None:
     """Measure what is missing, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -430,7 +410,6 @@ def main() -> None:
             for partition in PARTITIONS:
                 measure_fedspan(Cell(name, partition, seed), args, cells)
     print(build_table(cells.values, args))
-    save_figure(draw_accuracies(cells.values, args), args.out, "accuracies")
 
 
 if __name__ == "__main__":

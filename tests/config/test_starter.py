@@ -532,6 +532,7 @@ def test_a_task_without_a_model_to_suggest_asks_for_one() -> None:
 def test_layers_are_suggested_where_peft_has_no_default(tmp_path: Path) -> None:
     task = "image-classification"
     assert suggest_target_modules(task, None) == get_default_model(task)[1]
+    assert suggest_target_modules(task, get_default_model(task)[0]) == get_default_model(task)[1]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mobilenet_v2"}))
     every = suggest_target_modules(task, str(tmp_path))
     names = [f"m.layer.{number}.{part}_1x1.convolution" for number in (0, 14) for part in ("expand", "reduce")]

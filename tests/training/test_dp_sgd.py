@@ -349,11 +349,11 @@ def test_a_task_that_draws_its_inputs_is_refused(tmp_path: Path) -> None:
         run.engine.train(work_of(run), run.train)
 
 
-def noisy_sum(noise: float, key: bytes = derive_seed_key(0), secret: bool = False) -> NoisySum:
+def noisy_sum(noise: float, key: bytes = derive_seed_key(0), secret: bool = False, origin: str = "") -> NoisySum:
     like = {"layer/A": torch.zeros(150, 200), "layer/B": torch.zeros(3)}
     job = Job({}, like, ())
     privacy = Privacy("dp-sgd", 0.5, noise, key=key, secret=secret)
-    return NoisySum(privacy, Assignment("a", 0, job, np.arange(9), 0.1, None, noise), like)
+    return NoisySum(privacy, Assignment("a", 0, job, np.arange(9), 0.1, None, noise, origin=origin), like)
 
 
 def test_the_noise_has_the_variance_that_the_accountant_is_told() -> None:
@@ -392,12 +392,13 @@ def test_no_example_adds_more_than_the_clip(sizes: list[float]) -> None:
 def test_secret_noise_never_serves_two_sums() -> None:
     for secret in (True, False):
         found = []
-        for value in (0.0, 0.0, 1e-3):
-            total = noisy_sum(1.0, secret=secret)
+        for value, origin in ((0.0, ""), (0.0, ""), (1e-3, ""), (0.0, "another order")):
+            total = noisy_sum(1.0, secret=secret, origin=origin)
             total.add({"layer/A": torch.full((1, 150, 200), value), "layer/B": torch.zeros(1, 3)})
             found.append(total.pop_mean(0, 1)["layer/A"])
         assert torch.equal(found[0], found[1])
-        assert (float((found[2] - found[0]).abs().max()) > 0.1) == secret
+        for other in found[2:]:
+            assert (float((other - found[0]).abs().max()) > 0.1) == secret
 
 
 def test_low_bits_of_a_noisy_sum_do_not_show_an_example() -> None:

@@ -18,15 +18,14 @@ import numpy as np
 import torch
 
 from fedspan.clients.job_checkpoints import JobCheckpoints
-from fedspan.clients.metric_noise import MetricLimits, score_parts
-from fedspan.clients.open_training import OpenTraining, normalize
+from fedspan.clients.metric_noise import MetricLimits, measure, score_parts
+from fedspan.clients.open_training import OpenTraining, normalize, require_rank
 from fedspan.clients.refusals import refuse
 from fedspan.clients.second_exchange import FirstExchange, build_second_reply
 from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics, parse_statistics_order
 from fedspan.clients.store import ClientStore, compute_state_digest
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Method
-from fedspan.core.parametrization import MultiHeadCore
 from fedspan.core.recent import RecentValues
 from fedspan.core.tensors import Tensors, split_extras
 from fedspan.core.values import Client, Contribution, Job, Message, Trained
@@ -250,7 +249,7 @@ class Host:
         memory = stored.memory if order.client is not None else {}
         job = self.method.start(message, order.client, memory, order.round)
         if order.client is not None:
-            _require_rank(job, max(order.client.rank, self.method.get_rank(None)))  # a client may train some slots
+            require_rank(job, max(order.client.rank, self.method.get_rank(None)))  # a client may train some slots
         return job, replace(stored, base=base)
 
     def _open_training(self, order: Order) -> OpenTraining:
@@ -430,21 +429,11 @@ class Host:
         data = self._get_data(order)
         job, _ = self._start_job(order, self._decode_message(order))
 
-        def measure(indices: np.ndarray, bounded: bool) -> tuple[dict[str, float], int]:
-            try:
-                metrics = self.engine.evaluate(order.to, job, self.examples, indices, self.batch_size, bounded=bounded)
-                return metrics, len(indices)
-            except Exception as error:
-                if not bounded or is_explained(error):
-                    raise
-                log.warning("an example on which the model fails has the worst metrics: %s", error, exc_info=error)
-                if len(indices) == 1:
-                    return {}, 0
-                kept = [row for row in np.split(indices, len(indices)) if measure(row, bounded)[1]]
-                return measure(np.concatenate(kept), bounded) if 0 < len(kept) < len(indices) else ({}, 0)
+        def evaluate(indices: np.ndarray, bounded: bool) -> dict[str, float]:
+            return self.engine.evaluate(order.to, job, self.examples, indices, self.batch_size, bounded=bounded)
 
         parts: Mapping[ScoredPart, np.ndarray] = {"validation": data.validation, "test": data.test}
-        scores = score_parts(parts, measure, self.metric_limits, self.engine.task)
+        scores = score_parts(parts, partial(measure, evaluate), self.metric_limits, self.engine.task)
         return Reply("evaluate", order.round, order.attempt, order.to, scores=scores)
 
 
@@ -460,16 +449,6 @@ def _require_client(order: Order) -> Client:
     if order.client is None or order.client.id != order.to:
         raise ValueError(f"an order of kind {order.task!r} names another client, or none")
     return order.client
-
-
-def _require_rank(job: Job, rank: int) -> None:
-    """Check that the factors that a server sent have no larger rank than those that were agreed on."""
-    for layer, parametrization in job.parametrization.items():
-        if isinstance(parametrization, MultiHeadCore):  # between factors that the client draws
-            continue
-        for name in (f"{layer}/A", f"{layer}/V"):
-            if name in job.tensors and len(job.tensors[name]) > rank:
-                raise FedspanError("message.tensors", name, f"factors of at most rank {rank}")
 
 
 def _set_true_examples(client: Client, data: ClientData) -> Client:

@@ -9,6 +9,7 @@ examples have no such bound and stay.
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 from collections.abc import Callable, Collection, Mapping
@@ -21,6 +22,9 @@ from fedspan.tasks.losses import BoundsExamples, get_loss_bound
 from fedspan.tasks.metrics import METRICS
 from fedspan.tasks.task import Task
 from fedspan.tasks.trainer import TrainerTask
+from fedspan.training.jobs import is_explained
+
+log = logging.getLogger("fedspan.node")
 
 _STEPS = 1024
 """Steps between the least and the most that an example contributes. The noise of whole numbers has no low bits, which
@@ -66,6 +70,22 @@ def round_count(count: int) -> int:
     """Round a number of examples down to two significant digits."""
     step = 10 ** max(0, len(str(count)) - 2)
     return count // step * step
+
+
+def measure(
+    evaluate: Callable[[np.ndarray, bool], dict[str, float]], indices: np.ndarray, bounded: bool
+) -> tuple[dict[str, float], int]:
+    """Return the metrics of examples and their number, under a bound without those on which the model fails."""
+    try:
+        return evaluate(indices, bounded), len(indices)
+    except Exception as error:
+        if not bounded or is_explained(error):
+            raise
+        log.warning("an example on which the model fails has the worst metrics: %s", error, exc_info=error)
+        if len(indices) == 1:
+            return {}, 0
+        kept = [row for row in np.split(indices, len(indices)) if measure(evaluate, row, bounded)[1]]
+        return measure(evaluate, np.concatenate(kept), bounded) if 0 < len(kept) < len(indices) else ({}, 0)
 
 
 def score_parts(

@@ -171,7 +171,8 @@ class PrivacyConfig(Section):
     delta: float = Field(default=1e-5, gt=0, lt=1)
     """Probability with which the guarantee may fail: well below 1 over the number of clients or examples."""
     accountant: Literal["rdp", "prv"] = "rdp"
-    """Accountant of Opacus. rdp: fast and slightly loose. prv: tight, and slow if clients differ."""
+    """Accountant of Opacus. rdp: fast and slightly loose. prv: tight, and slow if clients differ;
+    rdp where prv would take minutes, as in long runs or at sampling rates near 0.5."""
     randomness: Literal["seed", "secret"] | None = None
     """Source of the noise. seed: the run's seed; reproducible, without protection from anyone who knows the seed.
     secret: a random key that never leaves its machine. Default: seed in simulations; secret in deployments, where seed

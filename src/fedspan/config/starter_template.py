@@ -45,7 +45,8 @@ def suggest_target_modules(task: str, model: str | None) -> str | None:
     Returns:
         The names of the layers, or None if PEFT has a default or the model can't be read.
     """
-    if model is None:
+    default = get_task(task).default_model
+    if model is None or (default is not None and model == default[0]):
         return get_default_model(task)[1]
     if (targets := _TARGETS_BY_MODEL_TYPE.get(_read_model_type(model))) is not None:
         return targets
@@ -131,7 +132,7 @@ def render_config(
         ),
         "",
         "training:",
-        f"  lr: {defaults.lr * factor:.1e} # or auto: a range test before the first round",
+        f"  lr: {defaults.lr * factor:.1e}" + ("" if factor > 1 else " # or auto: a range test before the first round"),
         f"  batch_size: {defaults.batch_size}",
         f"  local_epochs: {defaults.local_epochs}",
         *(

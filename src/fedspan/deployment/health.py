@@ -38,7 +38,7 @@ class Heartbeat:
         self._percent: int | None = None
         self._renewed = float("-inf")
         self.hides_shares = False
-        """Whether nobody learns how much of which stage is done: this tells of examples, and of those that fail."""
+        """Whether the heartbeat hides stages and their shares, which tell how many examples it has and which fail."""
 
     def renew(self, doing: str = _WAITING, percent: int | None = None) -> None:
         """Renew the heartbeat, at most every few seconds while the node does the same.

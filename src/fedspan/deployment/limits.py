@@ -237,7 +237,7 @@ def refuse_statistics(limits: NodeLimits, config: RunConfig) -> FedspanError | N
 def list_config_ranks(federation: FederationConfig, r: int, id: str) -> frozenset[int]:
     """Return the ranks that a config can give to a client, by default that of the method.
 
-    Those of others cost a node nothing: it refuses factors of a larger rank than its own and the method's (``Host``).
+    Others' ranks cost a node nothing: it refuses factors of a larger rank than its own and the method's.
     """
     match federation.ranks:
         case None:
