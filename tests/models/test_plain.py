@@ -179,18 +179,18 @@ def test_the_card_has_the_call_that_starts_the_run_again(example: ModuleType, fi
 
 
 def test_what_does_not_fit_is_refused(example: ModuleType, tmp_path: Path) -> None:
-    def refused(field: str, words: str, **changes: Any) -> None:
+    def refuse(field: str, words: str, **changes: Any) -> None:
         given = arguments(example, **changes.pop("sections", {})) | changes
         with refused(field, re.escape(words)):
             fedspan.run(folder=tmp_path / "run", **given)
 
     attention = {"model": {"target_modules": ["out_proj"]}}
-    refused("model.target_modules", "uses its weight without a call", sections=attention)
-    refused("model.target_modules", "for example", sections={"model": {"target_modules": None}})
+    refuse("model.target_modules", "uses its weight without a call", sections=attention)
+    refuse("model.target_modules", "for example", sections={"model": {"target_modules": None}})
     checkpointing = {"model": {"gradient_checkpointing": True}}
-    refused("model.gradient_checkpointing", "does not support it", sections=checkpointing)
-    refused("task", "leave task out of the config", config={**arguments(example)["config"], "task": "regression"})
-    refused("model", "another nn.Module", model=object())
+    refuse("model.gradient_checkpointing", "does not support it", sections=checkpointing)
+    refuse("task", "leave task out of the config", config={**arguments(example)["config"], "task": "regression"})
+    refuse("model", "another nn.Module", model=object())
 
 
 class Mixed(nn.Module):
