@@ -80,9 +80,9 @@ You have not trained anything yet: the plan tells you what each client will send
         "fedspan run fedspan.yaml --out runs/first",
         """\
 In a terminal you see progress bars with the round, the stage and the time left; elsewhere, as here, long stages print a
-line from time to time. Before the first round, every client sends statistics from which the head starts. The row `start`
-is the model before training. A terminal shows the best rounds in bold. With `fedspan init --fast`, rounds are several times
-faster and reach less.
+line from time to time. Before the first round, every client sends statistics from which the head starts. The row
+`start` is the model before training. A terminal shows the best rounds in bold. With `fedspan init --fast`, rounds are
+several times faster and reach less.
 
 The best round is the one with the best metric on the clients' validation parts, and of equal ones that with the lowest
 loss. From the best round on, `federation.final_rounds` train on all examples, those of the validation
