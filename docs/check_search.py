@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import urlsplit
 
 SITE = Path(__file__).parents[1] / "site"
 ANSWERS = {
@@ -100,7 +101,7 @@ def ask_browser(browser: str) -> list[list[str]]:
             page.fill("input.md-search__input", question)
             links = page.locator(".md-search-result__item > a.md-search-result__link")
             links.first.wait_for(state="attached", timeout=30_000)
-            found.append([(link.get_attribute("href") or "").partition("?")[0] for link in links.all()])
+            found.append([urlsplit(link.get_attribute("href") or "").path for link in links.all()])
         chromium.close()
     server.shutdown()
     return found
