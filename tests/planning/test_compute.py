@@ -137,6 +137,21 @@ def test_frozen_lower_blocks_are_computed_once_and_have_no_backward(short: Plan)
         assert again.compute.example == pytest.approx(kept.compute.example + kept.compute.once, rel=1e-3)
 
 
+def test_each_text_of_an_example_that_has_a_pass_of_its_own_counts(short: Plan) -> None:
+    upper = {"layers_to_transform": [4, 5]}
+    pairs = fedspan.plan(llama(task="preference", model=upper), architecture=SHORT)
+    assert pairs.compute.once == 0  # no hidden states are stored
+    assert pairs.compute.example == pytest.approx(
+        2 * (short.compute.example * 4 / 6), rel=0.1
+    )  # 4 blocks have no backward
+    texts = {"text": "a", "text_pair": "b"}
+    found = [
+        fedspan.plan(llama(task="text-embedding", data={**texts, **more}), architecture=SHORT).compute.example
+        for more in ({}, {"roles": {"negative": "c"}})
+    ]
+    assert found[1] == pytest.approx(1.5 * found[0], rel=1e-3)
+
+
 def test_recomputed_activations_take_less_memory_and_more_flops(short: Plan) -> None:
     again = fedspan.plan(llama(model={"gradient_checkpointing": True}), architecture=SHORT)
     assert again.client.activations < 0.3 * short.client.activations

@@ -103,6 +103,8 @@ class PlannedPasses:
     def __init__(self, config: RunConfig, adapted: AdaptedModel) -> None:
         self._adapted, self._name = adapted, config.model.name
         self._task, self._packing = config.task_definition, config.data.packing
+        count = self._task.count_passes
+        self._passes = 1 if count is None else count(config.data)
         self.longest = None if self._task.has_image_inputs else compute_max_length(config, None, adapted.model)
         """Maximum tokens of an example; None for images."""
         self._size = config.model.image_size
@@ -118,7 +120,7 @@ class PlannedPasses:
         return self._known[key]
 
     def _meter_pass(self, trains: Trains, rows: int, length: int | None, prefix: Prefix | None) -> PassCost:
-        trained, inputs = self._install(trains), self._build_inputs(rows, length)
+        trained, inputs = self._install(trains), self._build_inputs(rows * self._passes, length)
         with ExitStack() as contexts:
             if prefix is not None and length is not None:
                 hidden = torch.empty(rows, length, prefix.features, device="meta", dtype=prefix.dtype)
@@ -180,8 +182,8 @@ class PlannedPasses:
 
     @property
     def prefix(self) -> Prefix | None:
-        """The model's frozen prefix; None if it has none, batches are packed, or targets have a pass of their own."""
-        is_cached = not self._packing and not has_own_decoder_inputs(self._adapted.model)
+        """The model's frozen prefix; None if it has none, batches are packed, or examples have several passes."""
+        is_cached = not self._packing and self._passes == 1 and not has_own_decoder_inputs(self._adapted.model)
         if not self._searched and is_cached and self.longest is not None:
             self._install(Trains({}, False))
             with Meter(), torch.no_grad():

@@ -90,6 +90,7 @@ class TaskDefinition:
         require_generation: Checks that the task and the model can generate texts together; None: nothing is to check.
         make_examples: Makes examples for ``fedspan plan --device here`` from token ids and random class indices
             (examples,); None: the time of this task is not measured.
+        count_passes: Counts the passes of the model that each example takes, by the section ``data``; None: one.
 
     Examples:
         >>> fedspan.TaskDefinition(name="stars", title="a number of stars for a text", head="regression", build=build)
@@ -122,6 +123,7 @@ class TaskDefinition:
     require_packages: Callable[[], None] | None = None
     require_generation: Callable[[Any, Any], None] | None = None
     make_examples: Callable[[Ragged, np.ndarray], Any] | None = None
+    count_passes: Callable[[DataConfig], int] | None = None
 
     def get_processor(self, processor: Any) -> Any:
         """Return the tokenizer or image processor of this task for that of a model.

@@ -309,4 +309,5 @@ PREFERENCE = TaskDefinition(
     pipeline_tag="text-generation",
     infer_columns=infer_columns,
     postprocess=lambda task, inputs, predictions: task.language.decode_predictions(predictions),
+    count_passes=lambda data: len(ANSWERS),
 )

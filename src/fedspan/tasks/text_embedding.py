@@ -399,4 +399,5 @@ TEXT_EMBEDDING = TaskDefinition(
     infer_columns=_infer_columns,
     preprocess=_preprocess,
     postprocess=_postprocess,
+    count_passes=lambda data: 3 if "negative" in data.roles else 2,
 )
