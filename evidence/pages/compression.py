@@ -153,7 +153,7 @@ def write_accuracies(reports: Reports, args: argparse.Namespace) -> list[str]:
         f"Banking77's first {args.labels} intents, ten clients, Dirichlet 0.3, {args.model.removeprefix('builtin:')}, "
         f"rank {RANK} on query and value, {args.rounds} rounds from a random head. Held-out accuracy of the round "
         "selected by validation: mean over seeds, and the mean difference from float32 with its 95 % interval. Bytes "
-        "are those of the bodies of all messages of all clients and rounds, with the headers of safetensors and without "
+        "are those of the bodies of all messages of all clients and rounds, with the headers of safetensors, without "
         "envelopes.",
         "",
     ]
