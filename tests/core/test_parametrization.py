@@ -16,62 +16,42 @@ from fedspan.core.lowrank import LowRank
 
 OUT, IN = 7, 6
 KERNEL = (3, 2)  # with one channel, a convolution's weight is 7 x 6 too
-SHAPES = {
-    "A": (3, IN),
-    "B": (OUT, 3),
-    "L": (OUT, 2),
-    "U": (2, IN),
-    "W": (OUT, IN),
-    "V": (4, IN),
-    "done_B": (OUT, 4),
-    "done_A": (4, IN),
-}
+SIDES = {"O": OUT, "I": IN, "R": 3, "P": 2, "K": 6, "Q": 4}
 S, P = 0.5, 3.0
 Slots = dict[str, Tensor]
 
-CASES: dict[str, tuple[forms.Parametrization, dict[str, tuple[int, int]], Callable[[Tensor, Slots], Tensor]]] = {
-    "LoRA": (forms.LoRA(S), {}, lambda W, x: W + S * x["B"] @ x["A"]),
-    "PairSum": (forms.PairSum(S, P), {}, lambda W, x: W + S * x["B"] @ x["A"] + P * x["L"] @ x["U"]),
+CASES: dict[str, tuple[forms.Parametrization, Callable[[Tensor, Slots], Tensor]]] = {
+    "LoRA": (forms.LoRA(S), lambda W, x: W + S * x["B"] @ x["A"]),
+    "PairSum": (forms.PairSum(S, P), lambda W, x: W + S * x["B"] @ x["A"] + P * x["L"] @ x["U"]),
     "Nested": (
         forms.Nested(S, P),
-        {"A_d": (3, 2), "A_u": (2, IN), "B_d": (OUT, 2), "B_u": (2, 3)},
         lambda W, x: W + S * (x["B"] + P * x["B_d"] @ x["B_u"]) @ (x["A"] + P * x["A_d"] @ x["A_u"]),
     ),
-    "Core": (forms.Core(S), {"R": (3, 3)}, lambda W, x: W + S * x["B"] @ x["R"] @ x["A"]),
-    "Gram": (
-        forms.Gram(S),
-        {"A": (2, 6), "L": (OUT, 6), "R": (6, IN)},
-        lambda W, x: W + S * x["L"] @ x["A"].T @ x["A"] @ x["R"],
-    ),
+    "Core": (forms.Core(S), lambda W, x: W + S * x["B"] @ x["R"] @ x["A"]),
+    "Gram": (forms.Gram(S), lambda W, x: W + S * x["L"] @ x["A"].T @ x["A"] @ x["R"]),
     "Projected right": (
         forms.Projected("right"),
-        {"acc": (OUT, 2), "P": (2, IN)},
         lambda W, x: W + x["acc"] @ x["P"] + x["done_B"] @ x["done_A"],
     ),
-    "Projected left": (
-        forms.Projected("left"),
-        {"acc": (2, IN), "P": (OUT, 2)},
-        lambda W, x: W + x["P"] @ x["acc"] + x["done_B"] @ x["done_A"],
-    ),
-    "Factorized": (forms.Factorized(), {"U": (OUT, 4)}, lambda W, x: x["U"] @ x["V"]),
+    "Projected left": (forms.Projected("left"), lambda W, x: W + x["P"] @ x["acc"] + x["done_B"] @ x["done_A"]),
+    "Factorized": (forms.Factorized(), lambda W, x: x["U"] @ x["V"]),
     "FactorizedConv": (
         forms.FactorizedConv(KERNEL),
-        {"U": (OUT * 3, 4), "V": (4, 2)},
         # Row o k1 + a of U, column c k2 + b of V: entry (o, c, a, b) of the convolution.
-        lambda W, x: torch.einsum("oar,rcb->ocab", x["U"].view(OUT, 3, 4), x["V"].view(4, 1, 2)).reshape(OUT, IN),
+        lambda W, x: torch.einsum("oar,rcb->ocab", x["U"].view(OUT, 3, 3), x["V"].view(3, 1, 2)).reshape(OUT, IN),
     ),
-    "Dense": (forms.Dense(), {}, lambda W, x: x["W"]),
-    "DenseLoRA": (forms.DenseLoRA(P), {}, lambda W, x: x["W"] + P * x["L"] @ x["U"]),
+    "Dense": (forms.Dense(), lambda W, x: x["W"]),
+    "DenseLoRA": (forms.DenseLoRA(P), lambda W, x: x["W"] + P * x["L"] @ x["U"]),
 }
 
 
 def _case(name: str) -> tuple[forms.Parametrization, Slots, Callable[[Tensor, Slots], Tensor], Tensor]:
-    parametrization, shapes, formula = CASES[name]
-    rng = torch.Generator().manual_seed(0)
-    names: tuple[str, ...] = parametrization.slots
+    parametrization, formula = CASES[name]
+    rng, rectangle = torch.Generator().manual_seed(0), (OUT * 3, 2) if name == "FactorizedConv" else (OUT, IN)
+    sides = {**SIDES, **dict(zip("oi", rectangle, strict=True))}
     slots = {
-        slot: torch.randn({**SHAPES, **shapes}[slot], generator=rng, dtype=torch.float64, requires_grad=True)
-        for slot in names
+        slot: torch.randn([sides[side] for side in letters], generator=rng, dtype=torch.float64, requires_grad=True)
+        for slot, letters in parametrization.slots.items()
     }
     return parametrization, slots, formula, torch.randn((OUT, IN), generator=rng, dtype=torch.float64)
 
