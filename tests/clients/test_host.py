@@ -162,7 +162,6 @@ def test_a_base_from_a_method_that_sends_none_is_refused(tiny_folder: Path, tmp_
         host.answer(patch_base(order, 1.0, 1))
 
 
-PAIR = {f"{LAYER}/A": torch.ones(6, 16), f"{LAYER}/B": torch.ones(16, 6)}
 CORES = {f"{LAYER}/A": torch.ones(64, 16), f"{LAYER}/B": torch.ones(16, 64), f"{LAYER}/R": torch.ones(4, 16, 16)}
 UNFIT: list[tuple[str, dict[str, Tensor], str]] = [
     ("fedgalore", {f"{LAYER}/P": torch.eye(16), f"{LAYER}/v": torch.ones(16, 16)}, "rank 2"),
@@ -172,7 +171,7 @@ UNFIT: list[tuple[str, dict[str, Tensor], str]] = [
         r"moments and variates of \[16, 2",
     ),
     ("ravan", CORES, "rank 2"),
-    ("fedit", PAIR, "rank 2"),
+    ("fedit", {f"{LAYER}/A": torch.ones(6, 16), f"{LAYER}/B": torch.ones(16, 6)}, "rank 2"),
     ("fedit", {f"{LAYER}/A": torch.ones(2, 1)}, r"the shape RI with I = 16"),
     ("fedit", {f"{LAYER}/A": torch.ones(2, 16, dtype=torch.float64)}, "not torch.float64"),
     ("fedit", {f"{LAYER}/C": torch.ones(2, 16)}, "tensors named A, B"),

@@ -1,7 +1,6 @@
-"""Checks of the tensors that a server sends, by the model and the rank that its client agreed to.
+"""Checks of a server's tensors by the model and the rank that its client agreed to.
 
-Without them, a server could send a projector or factors of full rank, to which a reply is the whole gradient of a
-layer, numbers in another format, or tensors that only fill the client's memory and disk.
+A reply to a projector or factors of full rank would be the whole gradient of a layer.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ def require_known(message: Message, spec: Spec) -> None:
             fits = value.ndim <= 3 and all(side <= longest + _SCALE for side in value.shape)
         elif owner == EXTRAS and part in spec.extras:
             shape = spec.extras[part]
-            fits = value.ndim == len(shape) and all(map(_is_side, value.shape, shape))
+            surplus = [side - agreed for side, agreed in zip(value.shape, shape, strict=False)]
+            fits = value.ndim == len(shape) and all(0 <= more <= _SCALE for more in surplus)
         else:
             raise FedspanError("message.tensors", name, "a tensor of a layer that the run trains")
         if not fits:
@@ -47,10 +47,6 @@ def require_known(message: Message, spec: Spec) -> None:
         for name, delta in deltas.items():
             if name not in layers or delta.shape != layers[name].shape:
                 raise FedspanError("message.base", name, "a change of a target layer, in its shape")
-
-
-def _is_side(side: int, agreed: int) -> bool:
-    return 0 <= side - agreed <= _SCALE
 
 
 def require_agreed(job: Job, message: Message, rank: int | None, adapted: AdaptedModel) -> None:

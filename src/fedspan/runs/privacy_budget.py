@@ -142,11 +142,11 @@ class Budget:
         return {"epsilon": self._spend.compute_worst(), "delta": self._config.delta}
 
     def build_report(self) -> dict[str, Any]:
-        """Return the spent budget, the accountant that counted it, and the settings for the report; empty without."""
-        if self._config is None or self._spend is None:
+        """Return the spent budget and the privacy settings for the report; empty without privacy."""
+        if self._config is None:
             return {}
-        settings = {name: getattr(self._config, name) for name in ("mechanism", "clip", "noise", "randomness")}
-        return {**(self.to_row() or {}), **settings, "accountant": self._spend.counted_by}
+        names = ("mechanism", "clip", "noise", "accountant", "randomness")
+        return {**(self.to_row() or {}), **{name: getattr(self._config, name) for name in names}}
 
     def dump(self) -> str:
         """Serialize the spent budget as text, for a checkpoint."""

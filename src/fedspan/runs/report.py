@@ -15,9 +15,7 @@ from fedspan.run_folder import RECORDS, RunFolder, describe_missing_run
 
 STATISTICS_NOTE = "A deployment starts without statistics, unless its config asks for them and its nodes allow them."
 """What a user of a simulation has to know of a head that starts from statistics."""
-SELECTION_NOTE = "The validation score selected the best round, so it is too good on average (chance, noise of nodes)."
-    "The validation score selected the best round, so it is too good on average: by chance and nodes' noise."
-)
+SELECTION_NOTE = "The validation score selected the best round, so it is too good on average (chance, nodes' noise)."
 """What a user has to know of the validation score of a selected round."""
 
 
