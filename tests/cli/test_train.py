@@ -129,6 +129,7 @@ def test_scores_are_of_tests_or_of_validation(scores: Mapping[str, Any], columns
     lines = read_screen(scores)
     assert lines[0].split() == columns
     assert next(line for line in lines if line.startswith("FedIT")).split()[1:] == cells
+    assert ("so it is too good on average" in " ".join(lines)) == (columns == ["validation"])
 
 
 def test_a_result_below_the_majority_class_is_the_first_sentence(tmp_path: Path) -> None:

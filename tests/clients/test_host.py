@@ -42,7 +42,7 @@ from fedspan.training.jobs import Privacy
 from fedspan.training.loop import LoopEngine
 from helpers.refusals import refused
 
-LAYER = "encoder.layer.0.attention.self.query"
+LAYER = "bert.encoder.layer.0.attention.self.query"
 
 
 def prepare_private(folder: Path, method: str) -> Prepared:
@@ -64,8 +64,8 @@ def make_order(prepared: Prepared) -> Order:
     return Order("train", 0, 0, 0.1, "west", client, body)
 
 
-def patch_base(order: Order, value: float) -> Order:
-    patch = BasePatch(0, whole=True, total={LAYER: torch.full((16, 16), value)})
+def patch_base(order: Order, value: float, rows: int = 16) -> Order:
+    patch = BasePatch(0, whole=True, total={LAYER: torch.full((rows, 16), value)})
     message = serialization.decode(order.body)
     return replace(order, body=serialization.encode(replace(message, base=patch)))
 
@@ -158,6 +158,44 @@ def test_a_base_from_a_method_that_sends_none_is_refused(tiny_folder: Path, tmp_
     for task in ("train", "evaluate"):
         with refused("message.base"):
             host.answer(replace(patch_base(order, 1.0), task=task))
+    with refused("message.base", "in its shape"):
+        host.answer(patch_base(order, 1.0, 1))
+
+
+CORES = {f"{LAYER}/A": torch.ones(64, 16), f"{LAYER}/B": torch.ones(16, 64), f"{LAYER}/R": torch.ones(4, 16, 16)}
+UNFIT: list[tuple[str, dict[str, Tensor], str]] = [
+    ("fedgalore", {f"{LAYER}/P": torch.eye(16), f"{LAYER}/v": torch.ones(16, 16)}, "rank 2"),
+    (
+        "fedgalore",
+        {f"{LAYER}/P": torch.eye(16)[:2], f"{LAYER}/v": torch.ones(16, 1)},
+        r"moments and variates of \[16, 2",
+    ),
+    ("ravan", CORES, "rank 2"),
+    ("fedit", {f"{LAYER}/A": torch.ones(6, 16), f"{LAYER}/B": torch.ones(16, 6)}, "rank 2"),
+    ("fedit", {f"{LAYER}/A": torch.ones(2, 1)}, r"the shape RI with I = 16"),
+    ("fedit", {f"{LAYER}/A": torch.ones(2, 16, dtype=torch.float64)}, "not torch.float64"),
+    ("fedit", {f"{LAYER}/C": torch.ones(2, 16)}, "tensors named A, B"),
+    ("fedit", {f"{LAYER}/A": torch.ones(10**4, 1)}, r"a tensor for \[16, 16\]"),
+    ("fedit", {"extras/classifier.bias": torch.ones(1)}, r"a tensor for \[4\]"),
+    ("fedit", {"extras/classifier.bias": torch.ones(5)}, r"the shape \[4\]"),
+    ("fedit", {"extras/classifier.bias": torch.ones(4, dtype=torch.int64)}, "not torch.int64"),
+    ("fedit", {"scaffold/elsewhere/A": torch.ones(2, 16)}, "a layer that the run trains"),
+]
+
+
+@pytest.mark.parametrize(("method", "tensors", "why"), UNFIT)
+def test_tensors_that_do_not_fit_what_was_agreed_are_refused(
+    method: str, tensors: dict[str, Tensor], why: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """A projector or cores of full rank would be answered by the whole gradient of a layer."""
+    prepared = prepare(tiny.config(tiny_folder, method={"name": method, "r": 2}))
+    here, order = prepared.federation, make_order(prepared)
+    host = Host(here.method, prepared.engine, here.clients, here.examples, DiskClientStore(tmp_path), 32)
+    message = serialization.decode(order.body)
+    order = replace(order, body=serialization.encode(replace(message, tensors={**message.tensors, **tensors})))
+    for task, client in (("train", order.client), ("evaluate", None)):
+        with refused("message.tensors", why):
+            host.answer(replace(order, task=task, client=client))
 
 
 def test_what_a_round_trained_is_of_that_round_alone() -> None:

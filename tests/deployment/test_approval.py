@@ -262,6 +262,8 @@ def test_a_server_chooses_no_column_that_the_owner_does_not_name(decoders: Path,
         told = refusal("a", f"Q: {{question}} {{{column}}} A:", ["question"])
         expected = f"this node does not allow the column '{column}' in data.prompt. Its owner can add it."
         assert told == f"`limits.columns`: {expected}"
+    for asked in ("{question}" * 300, "{question}" + "A:" * 10**5):  # before each of the node's examples
+        assert "`limits.tokens`: a text of" in (refusal("a", asked, ["question"]) or "")
     assert refusal("b", "Q: {question} A:", ["question"]) is None
     assert refusal("c", "Q: {question} {site} A:", [], prompt="{question}") is None  # which replaces the server's
 

@@ -369,7 +369,7 @@ def test_the_operator_sees_the_budget_and_starts_a_new_one_deliberately(tmp_path
 def test_changed_data_are_in_the_audit_log(tiny_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "own.csv"
     shutil.copy(tiny_folder / "corpus.csv", file)
-    own = node(tiny_folder, tmp_path / "state", data={"train": str(file)})
+    own = node(tiny_folder, tmp_path / "state", data={"train": str(file)}, examples=50)
     assert introduced(NodeService(own), values(tiny_folder)).refused is None
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join([*lines, lines[-1]]))
@@ -377,6 +377,13 @@ def test_changed_data_are_in_the_audit_log(tiny_folder: Path, tmp_path: Path) ->
     events = [row["event"] for row in AuditLog(tmp_path / "state" / AUDIT).read()]
     assert events == ["joined", "data changed", "joined"]
     assert len(UsageBook(own).get_account().runs) == 2
+    run, transport = served(tiny_folder, NodeService(own))
+    run.federation.run_round(run.federation.begin())
+    for number in range(2):  # the same order: its replies before and after differ by what the added example does
+        order = replace(decode_order(transport.sent[-1]), serial=2**52 + number)
+        assert not decode_reply(NodeService(own).answer(order.to_envelope())).failed
+        assert UsageBook(own).get_account().rounds == 1 + number
+        file.write_text("".join([*lines, *lines[-2:]]))
 
 
 def test_the_same_data_for_a_server_of_another_name_are_in_the_audit_log(tiny_folder: Path, tmp_path: Path) -> None:

@@ -27,13 +27,14 @@ from fedspan.core.noise import derive_seed_key
 from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation.validation import build_untrained_jobs
-from fedspan.training import dp_sgd
+from fedspan.training import accounting, dp_sgd
 from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, calibrate_noise, compute_epsilon
 from fedspan.training.batching import draw_job_batches
 from fedspan.training.jobs import Assignment, Privacy, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.noisy_sum import NoisySum
 from helpers import tiny, tiny_masked, tiny_seq2seq
+from helpers.captured_log import CapturedLog
 from helpers.refusals import refused
 
 PRIVACY = {"mechanism": "dp-sgd", "noise": 1e-9, "clip": 0.3}
@@ -498,10 +499,14 @@ def test_the_few_orders_that_calibration_looks_at_leave_nothing_unspent(
     assert 0.985 * epsilon <= spent <= epsilon
 
 
-def test_an_epsilon_that_protects_nothing_takes_no_minutes() -> None:
+def test_an_epsilon_that_protects_nothing_takes_no_minutes(caplog: CapturedLog) -> None:
     """A server chooses ``accountant: prv`` with a noise or steps for which it needs minutes and gigabytes."""
+    accounting._log_looser_accountant.cache_clear()
+    compute_epsilon({Mechanism(1.0, 4.0): 10}, 1e-5, "prv")
+    assert not caplog.messages
     release = {Mechanism(0.1, 0.03): 10}
     assert compute_epsilon(release, 1e-5, "prv") == compute_epsilon(release, 1e-5, "rdp") < math.inf
+    assert caplog.text.count("rdp computes epsilon") == 1
     for rate, count, epsilon, is_tight in ((0.05, 200, 8.0, True), (0.01, 10**6, 8.0, False), (0.5, 1000, 0.5, False)):
         calibrate_noise.cache_clear()
         began = time.process_time()

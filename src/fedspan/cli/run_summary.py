@@ -18,7 +18,7 @@ from fedspan.experiments.tables import compute_majority, describe_extension, des
 from fedspan.models.names import get_architecture, resolve_model
 from fedspan.progress.formatting import format_duration, format_score, format_size, shorten
 from fedspan.runs.predictions import Items, read_items
-from fedspan.runs.report import STATISTICS_NOTE, RunReport, format_final_rounds
+from fedspan.runs.report import SELECTION_NOTE, STATISTICS_NOTE, RunReport, format_final_rounds
 from fedspan.tasks.definition import TargetType
 from fedspan.tasks.metrics import METRICS
 from fedspan.tasks.registry import get_task
@@ -44,6 +44,7 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
     majority, reached = compute_majority(report.metric, items), (report.scores.get("test") or {}).get(report.metric)
     is_useless = majority is not None and reached is not None and reached < majority
     sentences = (
+        SELECTION_NOTE if report.selected and report.scores.keys() == {"validation"} else "",
         "The result is below the majority class: it is worse than always predicting one label." if is_useless else "",
         _describe_gain(report, folder, items),
         describe_majority(report.metric, items),

@@ -19,7 +19,8 @@ import torch
 
 from fedspan.clients.job_checkpoints import JobCheckpoints
 from fedspan.clients.metric_noise import MetricLimits, measure, score_parts
-from fedspan.clients.open_training import OpenTraining, normalize, require_rank
+from fedspan.clients.open_training import OpenTraining, normalize
+from fedspan.clients.order_checks import require_agreed, require_known
 from fedspan.clients.refusals import refuse
 from fedspan.clients.second_exchange import FirstExchange, build_second_reply
 from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics, parse_statistics_order
@@ -229,7 +230,9 @@ class Host:
             self._decoded.clear()
 
         def compute() -> tuple[tuple[bytes, Message], int]:
-            return (order.body, serialization.decode(order.body)), 2 * len(order.body)  # encoded and decoded
+            decoded = serialization.decode(order.body)
+            require_known(decoded, self.method.spec)
+            return (order.body, decoded), 2 * len(order.body)  # encoded and decoded
 
         _, message = self._decoded.get_or_compute(id(order.body), compute)
         return replace(message, tensors=dict(message.tensors))
@@ -248,8 +251,12 @@ class Host:
             base = self._shared
         memory = stored.memory if order.client is not None else {}
         job = self.method.start(message, order.client, memory, order.round)
+        rank = self.method.get_rank(None)
         if order.client is not None:
-            require_rank(job, max(order.client.rank, self.method.get_rank(None)))  # a client may train some slots
+            rank = max(order.client.rank, rank)  # a client may train some slots
+        elif not self.method.declare_claims().adapter:
+            rank = None  # the global model has the rank of its weights
+        require_agreed(job, message, rank, self.engine.adapted)
         return job, replace(stored, base=base)
 
     def _open_training(self, order: Order) -> OpenTraining:

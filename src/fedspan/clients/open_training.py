@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from fedspan.core.method import Memory
-from fedspan.core.parametrization import MultiHeadCore
 from fedspan.core.values import Client, Job, Message, OptimizerState
-from fedspan.errors import FedspanError
 from fedspan.federation.progress import ClientData, ClientState
 from fedspan.federation.protocol import Order, Part
 from fedspan.training.jobs import Assignment
@@ -61,13 +59,3 @@ def normalize(reply: Message) -> Message:
     return replace(
         reply, tensors={name: value.detach().cpu().contiguous() for name, value in sorted(reply.tensors.items())}
     )
-
-
-def require_rank(job: Job, rank: int) -> None:
-    """Check that factors that a server sent have at most the agreed rank. FedGaLore's projectors are not checked."""
-    for layer, parametrization in job.parametrization.items():
-        if isinstance(parametrization, MultiHeadCore):  # between factors that the client draws
-            continue
-        for name in (f"{layer}/A", f"{layer}/V"):
-            if name in job.tensors and len(job.tensors[name]) > rank:
-                raise FedspanError("message.tensors", name, f"factors of at most rank {rank}")

@@ -47,7 +47,8 @@ class NodeLimits(Section):
     run_rounds: int = Field(default=50, ge=1)
     """Maximum number of rounds of a run."""
     rounds: int = Field(default=200, ge=1)
-    """Maximum number of rounds of all runs of this server on this data set; a repeated, unchanged order counts once."""
+    """Maximum number of rounds of all runs of this server on this data set; an order repeated over the same data counts
+    once."""
     runs: int = Field(default=20, ge=1)
     """Maximum number of runs of this server on this data set."""
     run_evaluations: int = Field(default=60, ge=0)

@@ -2,8 +2,9 @@
 
 A parametrization maps one layer's tensors (by slot) to an ``Effective``: whether the frozen base is included, a pair of
 factors (or a matrix) added to it, and, for full-weight methods, a weight that replaces it. Shapes: O output features, I
-input features, R rank, P personal rank, K = min(O, I), N = max(O, I) or the number of selected entries. Everything is
-differentiable in the slots.
+input features, (o, i) the rectangle of a convolution, R rank, P personal rank, K = min(O, I), N = max(O, I) or a number
+of entries, H heads, Q a sum of ranks. ``slots`` has the letters of each slot's shape, by which a client checks
+what a server sends. Everything is differentiable in the slots.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class LoRA:
     """``W + scaling * B A`` with A (R, I) and B (O, R) (arXiv:2106.09685)."""
 
     scaling: float
-    slots: ClassVar[tuple[str, ...]] = ("A", "B")
+    slots: ClassVar[Mapping[str, str]] = {"A": "RI", "B": "OR"}
 
     def compute_effective(self, slots: Slots) -> Effective:
         return Effective(LowRank(slots["B"], slots["A"], self.scaling))
@@ -65,7 +66,7 @@ class PairSum:
 
     scaling: float
     personal_scaling: float
-    slots: ClassVar[tuple[str, ...]] = ("A", "B", "L", "U")
+    slots: ClassVar[Mapping[str, str]] = {"A": "RI", "B": "OR", "L": "OP", "U": "PI"}
 
     def compute_effective(self, slots: Slots) -> Effective:
         shared = LowRank(slots["B"], slots["A"], self.scaling)
@@ -81,7 +82,7 @@ class Nested:
 
     scaling: float
     nested_scaling: float
-    slots: ClassVar[tuple[str, ...]] = ("A", "B", "A_d", "A_u", "B_d", "B_u")
+    slots: ClassVar[Mapping[str, str]] = {"A": "RI", "B": "OR", "A_d": "RP", "A_u": "PI", "B_d": "OP", "B_u": "PR"}
 
     def compute_outer(self, slots: Slots, slot: str) -> Tensor:
         """Compute A or B with its nested update."""
@@ -96,7 +97,7 @@ class Core:
     """``W + scaling * B R A`` with a trainable core R (R, R) between fixed B (O, R) and A (R, I) (Fed-SB)."""
 
     scaling: float
-    slots: ClassVar[tuple[str, ...]] = ("A", "B", "R")
+    slots: ClassVar[Mapping[str, str]] = {"A": "RI", "B": "OR", "R": "RR"}
 
     def compute_effective(self, slots: Slots) -> Effective:
         return Effective(LowRank(slots["B"] @ slots["R"], slots["A"], self.scaling))
@@ -110,7 +111,7 @@ class MultiHeadCore:
     """
 
     scaling: float
-    slots: ClassVar[tuple[str, ...]] = ("A", "B", "R", "c")
+    slots: ClassVar[Mapping[str, str]] = {"A": "QI", "B": "OQ", "R": "HRR", "c": "H"}
 
     def compute_effective(self, slots: Slots) -> Effective:
         cores = slots["c"][:, None, None] * slots["R"]
@@ -123,7 +124,7 @@ class Gram:
     """``W + scaling * L A^T A R`` with one trainable A (R, K) and fixed L (O, K), R (K, I) (FLoRG)."""
 
     scaling: float = 1.0
-    slots: ClassVar[tuple[str, ...]] = ("A", "L", "R")
+    slots: ClassVar[Mapping[str, str]] = {"A": "RK", "L": "OK", "R": "KI"}
 
     def compute_effective(self, slots: Slots) -> Effective:
         # Both thin products once a step, 2 R K (O + I) operations, instead of two K-wide products for every token.
@@ -142,7 +143,7 @@ class MixedGram:
 
     scaling: float
     side: str
-    slots: ClassVar[tuple[str, ...]] = ("A", "places", "signs")
+    slots: ClassVar[Mapping[str, str]] = {"A": "RK", "places": "K", "signs": "N"}
 
     def compute_effective(self, slots: Slots) -> Effective:
         A_RK = slots["A"]
@@ -164,7 +165,12 @@ class Projected:
 
     side: str
     scaling: float = 1.0
-    slots: ClassVar[tuple[str, ...]] = ("acc", "P", "done_A", "done_B")
+
+    @property
+    def slots(self) -> Mapping[str, str]:
+        """Shapes of the slots; only their order depends on the side."""
+        own = {"acc": "OR", "P": "RI"} if self.side == "right" else {"P": "OR", "acc": "RI"}
+        return {**own, "done_A": "QI", "done_B": "OQ"}
 
     @property
     def finished(self) -> tuple[str, str]:
@@ -189,7 +195,7 @@ class Projected:
 class Factorized:
     """``U V`` in place of the weight, no frozen base: U (O, R), V (R, I) (FedHM)."""
 
-    slots: ClassVar[tuple[str, ...]] = ("U", "V")
+    slots: ClassVar[Mapping[str, str]] = {"U": "oR", "V": "Ri"}
 
     def compute_effective(self, slots: Slots) -> Effective:
         return Effective(LowRank(slots["U"], slots["V"]), base=False)
@@ -218,7 +224,7 @@ class FactorizedConv:
     """``U V`` in place of a convolution's weight, no frozen base: U (O * k1, R), V (R, channels * k2) (FedHM)."""
 
     kernel: tuple[int, int]
-    slots: ClassVar[tuple[str, ...]] = ("U", "V")
+    slots: ClassVar[Mapping[str, str]] = {"U": "oR", "V": "Ri"}
 
     def compute_effective(self, slots: Slots) -> Effective:
         return Effective(weight=reshape_to_convolution(slots["U"] @ slots["V"], self.kernel), base=False)
@@ -229,7 +235,7 @@ class Sparse:
     """``W`` plus trained values (N,) at fixed entries (N,), row-major positions in an (O, I) weight (SLoRA)."""
 
     shape: tuple[int, int]
-    slots: ClassVar[tuple[str, ...]] = ("values", "entries")
+    slots: ClassVar[Mapping[str, str]] = {"values": "N", "entries": "N"}
 
     def compute_effective(self, slots: Slots) -> Effective:
         return Effective(scatter_entries(slots["values"], slots["entries"], self.shape))
@@ -239,7 +245,7 @@ class Sparse:
 class Dense:
     """The whole weight W (O, I), trained."""
 
-    slots: ClassVar[tuple[str, ...]] = ("W",)
+    slots: ClassVar[Mapping[str, str]] = {"W": "OI"}
 
     def compute_effective(self, slots: Slots) -> Effective:
         return Effective(weight=slots["W"], base=False)
@@ -249,7 +255,7 @@ class Dense:
 class DenseChange:
     """``W + D`` with D (O, I); the gradient with respect to D equals that of the whole weight."""
 
-    slots: ClassVar[tuple[str, ...]] = ("D",)
+    slots: ClassVar[Mapping[str, str]] = {"D": "OI"}
 
     def compute_effective(self, slots: Slots) -> Effective:
         return Effective(slots["D"], dropout=False)
@@ -260,7 +266,7 @@ class DenseLoRA:
     """The whole weight plus a personal pair: ``W + personal_scaling * L U`` (pFedLoRA)."""
 
     personal_scaling: float
-    slots: ClassVar[tuple[str, ...]] = ("W", "L", "U")
+    slots: ClassVar[Mapping[str, str]] = {"W": "OI", "L": "OP", "U": "PI"}
 
     def compute_effective(self, slots: Slots) -> Effective:
         return Effective(LowRank(slots["L"], slots["U"], self.personal_scaling), slots["W"], base=False)

@@ -15,14 +15,25 @@ from fedspan.data.templates import parse_template
 from fedspan.deployment.handshake import build_node_values
 from fedspan.errors import FedspanError
 
+_CHARACTERS, _COLUMNS = 8, 256
+"""Characters of a server's prompt for each token of an example, and its opening braces, each of which may insert a
+column: prompts are built as a whole before they are cut."""
+
 
 def require_columns(node: NodeConfig, config: RunConfig) -> None:
     """Check that a run's prompt names only columns that the node's owner allows, before the data are read.
 
     Raises:
-        FedspanError: If it names another one, whether the data have it or not.
+        FedspanError: If it names another one, whether the data have it or not, or if it or the system message, which
+            stand before each example, are longer than an example may be.
     """
-    prompt = config.data.prompt
+    prompt, longest = config.data.prompt, _CHARACTERS * node.limits.tokens
+    for name, own in (("prompt", prompt), ("system", config.data.system)):
+        text = "" if own is None or node.data.get(name) is not None else own
+        if len(text) > longest or text.count("{") > _COLUMNS:
+            expected = f"at most {longest} characters, and {_COLUMNS} braces"
+            problem = f"a text of {len(text)} characters before each example"
+            raise FedspanError("limits.tokens", node.limits.tokens, expected, problem=problem)
     if prompt is None or node.data.get("prompt") is not None or node.data.get("train") == FROM_TRAINERS:
         return
     data = fill_data_defaults(config.data)

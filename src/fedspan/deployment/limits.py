@@ -40,6 +40,10 @@ _MIN_STEPS = {32: 2**16, 64: 2**40}
 steps, a change of a hundredth of that norm with 100,000 entries has about two steps an entry; 64 bits leave more."""
 _MODULE, _MAX_NAMES = re.compile(r"[\w.-]{1,256}"), 1000
 """What a server may name modules by, and how many names it may give."""
+_PULLS, _SCALES = ("mu", "penalty", "frobenius_decay"), ("b_lr_scale", "sparse_lr_scale")
+"""Options that pull back what was trained, as weight decay does, and multipliers on the learning rate."""
+_MOST_ERASED = 0.1
+"""Share of earlier steps that a step may pull back: an epoch's last one may be of a single example."""
 _SAME = 1e-9
 """Relative difference up to which two computations of a number agree: a cosine may differ between machines."""
 
@@ -114,6 +118,13 @@ def _require_examples_per_reply(limits: NodeLimits, config: RunConfig) -> None:
     if (steps := steps or training.local_steps) is not None and (total := steps * batch) < limits.train_examples:
         problem = f"the run's replies are of {total} examples, and this node requires {limits.train_examples}"
         raise FedspanError("limits.train_examples", limits.train_examples, problem=problem)
+    sections = [options, *(wrapper.options for wrapper in config.method.wrappers)]
+    pull = training.weight_decay + sum(float(one.get(name, 0)) for one in sections for name in _PULLS)
+    scales = (config.model.extras_lr_scale, *(float(options.get(name, 1)) for name in _SCALES))
+    if (erased := training.optimizer_spec.lr * max(scales) * pull) > _MOST_ERASED:
+        problem = f"each step would erase {min(1, erased):.0%} of those before, so that a reply is the last examples'"
+        expected = f"at most {_MOST_ERASED} / training.lr, with {', '.join((*_PULLS, 'extras_lr_scale', *_SCALES))}"
+        raise FedspanError("training.weight_decay", training.weight_decay, expected, problem=problem)
 
 
 def _build_forbidden_error(field: str, value: object, allowed: list[str], subject: str = "") -> FedspanError:

@@ -98,7 +98,7 @@ class NodeService:
                 if request.task == "statistics":
                     run.host.require_statistics(request)  # refused ones are not what leaves once
                 if not last.is_recorded:
-                    self._usage.record_order(request, run.host.compute_charges(request), run.terms.digest)
+                    self._usage.record_order(request, run.host.compute_charges(request), run.context)
                     last.mark_recorded()
             elif request.task in ("keys", "shares"):
                 self._usage.record_exchange(request.run)

@@ -295,11 +295,12 @@ class UsageBook:
         others = {other.server for other in accounts.values() if content in other.contents}
         return DataUse(content, bool(account.contents), tuple(sorted(others - {account.server})))
 
-    def record_order(self, order: Order, charges: tuple[Charge, ...], agreed: str) -> None:
+    def record_order(self, order: Order, charges: tuple[Charge, ...], context: str) -> None:
         """Record an order before it is carried out.
 
         Args:
-            agreed: Digest of the config under which it is carried out, and of the base model.
+            context: Digest of what the reply depends on besides the order: the config and base model, this node's file
+                and data. The difference of two replies to one order, before and after an example was added, tells it.
 
         Raises:
             FedspanError: If too little is left of a limit, or the disk cannot be written.
@@ -316,7 +317,7 @@ class UsageBook:
             update["has_statistics"] = True
         elif order.task in ("train", "second"):
             session = None if order.secure is None else order.secure.session
-            content = _compute_digest(f"{agreed} {order.key} {session}")
+            content = _compute_digest(f"{context} {order.key} {session}")
             trained, _, second = use.orders.partition(" ")
             if content != (trained if order.task == "train" else second):
                 # The first order of a second exchange is part of the round that was trained. Any other one tells

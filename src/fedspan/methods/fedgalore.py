@@ -185,7 +185,7 @@ class FedGaLore(RegisteredMethod):
         for layer in self.spec.layers:
             slots, acc = select_slots(message.tensors, layer.name), join_tensor_name(layer.name, "acc")
             P = slots["P"] if "P" in slots else self.draw_seeded_projector(layer, round - 1, self.segments - 1)
-            tensors[acc] = _transpose_wide(torch.zeros(max(layer.shape), len(P)), layer)
+            tensors[acc] = _transpose_wide(torch.zeros(max(layer.shape), min(len(P), self.r)), layer)
             tensors[join_tensor_name(layer.name, "P")] = _transpose_wide(P, layer)
             if "v" in slots:
                 second[acc] = _transpose_wide(slots["v"], layer)

@@ -23,6 +23,7 @@ from fedspan.reports.charts import Figure
 from fedspan.reports.groups import RunGroup, list_distinguishing_settings
 from fedspan.reports.run_data import Row, RunData
 from fedspan.reports.summary import format_score_with_unit, write_notes, write_sentences
+from fedspan.runs.report import SELECTION_NOTE
 from fedspan.tasks.label_scores import compute_f1, count_labels
 from fedspan.tasks.metrics import METRICS
 
@@ -79,7 +80,7 @@ def render_page(groups: Sequence[RunGroup], content: PageContent, title: str, ve
         selecting = runs[0].config.evaluation.get_selection_metric(metric)
         title_of_metric, is_share = METRICS[selecting].title, METRICS[selecting].is_percentage
         figure = charts.draw_course(groups, validation, title_of_metric, is_share)
-        note = "<p>On the clients' validation parts; by this value the best round is selected.</p>"
+        note = f"<p>On the clients' validation parts. {SELECTION_NOTE}</p>"
         sections.add_section("Validation", sections.add_figure(figure, f"validation {selecting} by round"), note)
     if any(losses.values()):
         sections.add_section(

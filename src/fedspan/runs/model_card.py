@@ -148,7 +148,8 @@ def _describe_scores(report: RunReport) -> str:
     titles = {
         "test": "held-out examples",
         "clients": "the clients' own test parts, mean over clients",
-        "validation": "the clients' validation examples, by which the best round was chosen",
+        "validation": "the clients' validation examples"
+        + (", by which the best round was selected, so too good on average" if report.selected else ""),
     }
     for part, title in titles.items():
         scores = report.scores.get(part)

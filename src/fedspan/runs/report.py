@@ -15,6 +15,8 @@ from fedspan.run_folder import RECORDS, RunFolder, describe_missing_run
 
 STATISTICS_NOTE = "A deployment starts without statistics, unless its config asks for them and its nodes allow them."
 """What a user of a simulation has to know of a head that starts from statistics."""
+SELECTION_NOTE = "The validation score selected the best round, so it is too good on average (chance, nodes' noise)."
+"""What a user has to know of the validation score of a selected round."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class RunReport:
         rounds: Number of rounds that were run.
         best_round: The round with the best validation score (the last one if none was selected); 0: the start.
         scores: Scores of the exported models: ``test`` (held-out set; mean over clients for personal methods),
-            ``clients`` (own test parts: mean, worst); and ``validation``, of the best round.
+            ``clients`` (own test parts: mean, worst); and ``validation``, which selected the best round, and so is too
+            good on average.
         by_client: Metrics of the exported models on each client's own test part.
         bytes: Serialized bytes of the training, ``down`` and ``up``.
         seconds: Wall-clock time of the rounds.

@@ -7,6 +7,7 @@ quick and slightly loose; ``prv`` (Gopi et al., NeurIPS 2021) is tight and takes
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -31,6 +32,8 @@ _TRIES = 4
 """Calibrations by the loose bound in one by ``prv``; two usually suffice."""
 _COARSE = 8
 """Calibration first tries every eighth order: a divergence takes milliseconds."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, order=True)
@@ -127,7 +130,14 @@ def compute_epsilon(counts: Mapping[Mechanism, int], delta: float, accounting: A
     parts = tuple(sorted(releases.items()))
     loose = _compute_renyi_epsilon(parts, delta, _ORDERS)[0]
     is_long = loose * math.sqrt(sum(releases.values())) > _LONGEST or any(mechanism.is_slow for mechanism in releases)
+    if accounting == "prv" and is_long:
+        _log_looser_accountant()
     return loose if accounting == "rdp" or is_long else min(loose, _compute_tight_epsilon(parts, delta))
+
+
+@lru_cache(maxsize=1)
+def _log_looser_accountant() -> None:
+    log.warning("privacy.accountant: prv would take minutes, so rdp computes epsilon, whose bound is looser")
 
 
 @lru_cache(maxsize=4096)
