@@ -33,7 +33,7 @@ def test_charts_are_drawn_and_buttons_work(width: int, browser: Any, page: Path)
     seen.on("request", lambda request: asked.append(request.url))
     seen.goto(page.as_uri())
     count = seen.locator(".figure").count()
-    assert count == 10  # two of them diagnostics by round
+    assert count == 12  # three of them diagnostics
     seen.wait_for_selector(f"#figure-{count - 1} .main-svg", timeout=30_000)
     assert seen.locator(".figure .js-plotly-plot, .figure.js-plotly-plot").count() == count
     assert all(box["width"] > 0.8 * min(width, 1152) - 40 for box in boxes(seen, count))

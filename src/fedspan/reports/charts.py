@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -58,12 +59,18 @@ def compute_tick_step(last: int) -> int:
     return max(1, math.ceil(last / 12))
 
 
+def shorten_layers(names: Sequence[str]) -> list[str]:
+    """Return layers without what precedes the first number in all of them, which would leave a phone no room."""
+    starts = {re.match(r"\D*\.(?=\d)|", name)[0] for name in names}  # pyright: ignore[reportOptionalSubscript]
+    return [name.removeprefix(*starts) for name in names] if len(starts) == 1 else list(names)
+
+
 def style(figure: Figure, height: int = 420) -> Figure:
     """Apply the page's style to a figure and return it."""
     figure.update_layout(
         template="plotly_white",
         height=height,
-        margin={"l": 10, "r": 10, "t": 60, "b": 10},
+        margin={"l": 10, "r": 10, "t": 60 if figure.layout["updatemenus"] else 15, "b": 10},  # menus are above
         legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
         font={"size": 13},
         hoverlabel={"namelength": -1},
@@ -299,7 +306,7 @@ def draw_privacy(runs: Sequence[RunData]) -> Figure | None:
 def draw_spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
     """Draw the singular values of an adapter's layers, relative to the largest one of each layer."""
     figure = go.Figure()
-    for index, (layer, spectrum) in enumerate(values.items()):
+    for index, (layer, spectrum) in enumerate(zip(shorten_layers(list(values)), values.values(), strict=True)):
         if spectrum and spectrum[0] > 0:
             figure.add_scatter(
                 x=list(range(1, len(spectrum) + 1)),
@@ -320,13 +327,14 @@ def draw_spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
 def draw_layers(diagnoses: Mapping[str, Diagnosis]) -> Figure:
     """Draw every diagnostic by layer; a menu selects the diagnostic."""
     figure, buttons = go.Figure(), list[dict[str, Any]]()
-    count = len(diagnoses)
+    layers = list(dict.fromkeys(layer for diagnosis in diagnoses.values() for layer in diagnosis.layers))
+    names, count = dict(zip(layers, shorten_layers(layers), strict=True)), len(diagnoses)
     for number, measure in enumerate(MEASURES):
         for index, (label, diagnosis) in enumerate(diagnoses.items()):
             values = {name: measure.value(layer) for name, layer in diagnosis.layers.items()}
             figure.add_scatter(
                 x=list(values.values()),
-                y=list(values),
+                y=[names[layer] for layer in values],
                 name=label,
                 mode="markers",
                 visible=number == 0,
@@ -338,5 +346,4 @@ def draw_layers(diagnoses: Mapping[str, Diagnosis]) -> Figure:
     figure.update_layout(updatemenus=[{**build_menu(buttons), "type": "dropdown", "direction": "down"}])
     figure.update_xaxes(title=MEASURES[0].title, rangemode="tozero")
     figure.update_yaxes(type="category", autorange="reversed", tickfont={"size": 10})
-    layers = max(len(diagnosis.layers) for diagnosis in diagnoses.values())
-    return style(figure, height=min(1400, max(320, 20 * layers + 180)))
+    return style(figure, height=min(1400, max(320, 20 * len(layers) + 180)))

@@ -10,7 +10,15 @@ import plotly.graph_objects as go
 
 from fedspan.data.partition import ClientRow
 from fedspan.diagnostics.measures import MEASURES
-from fedspan.reports.charts import ABSENT, MAX_LISTED_CLIENTS, Figure, build_menu, compute_tick_step, style
+from fedspan.reports.charts import (
+    ABSENT,
+    MAX_LISTED_CLIENTS,
+    Figure,
+    build_menu,
+    compute_tick_step,
+    shorten_layers,
+    style,
+)
 from fedspan.reports.run_data import RunData
 from fedspan.runs.predictions import Items
 
@@ -117,9 +125,10 @@ def draw_rounds(run: RunData) -> Figure | None:
         figure.add_heatmap(
             z=[[layer_values.get(name, {}).get(measure.key) for layer_values in by_number.values()] for name in layers],
             x=list(by_number),
-            y=layers,
+            y=shorten_layers(layers),
             visible=number == 0,
             colorscale="Cividis",
+            colorbar={"exponentformat": "e", "thickness": 12},
             xgap=1,
             ygap=1,
             texttemplate="%{z:.2g}" if len(by_number) <= 12 else None,
