@@ -344,6 +344,6 @@ def draw_layers(diagnoses: Mapping[str, Diagnosis]) -> Figure:
         args = [{"visible": visible}, {"xaxis.title.text": measure.title}]
         buttons.append({"label": measure.title, "method": "update", "args": args})
     figure.update_layout(updatemenus=[{**build_menu(buttons), "type": "dropdown", "direction": "down"}])
-    figure.update_xaxes(title=MEASURES[0].title, rangemode="tozero")
+    figure.update_xaxes(title=MEASURES[0].title, rangemode="tozero", exponentformat="e")
     figure.update_yaxes(type="category", autorange="reversed", tickfont={"size": 10})
     return style(figure, height=min(1400, max(320, 20 * len(layers) + 180)))
