@@ -22,9 +22,9 @@ from evidence.claims import report
 from evidence.claims.rolora_mnist import CLASSES, PIXELS, Curve, Data, connect, load, train
 from fedspan.core.tensors import create_generator
 from fedspan.experiments.intervals import compare_pairs
-from fedspan.federation.settings import RoundSettings
+from fedspan.federation.config import RoundSettings
 from fedspan.models.adapted import AdaptedModel
-from fedspan.training.jobs import TrainingSettings
+from fedspan.training.config import TrainingSettings
 
 CLIENTS, WIDTH, RANK, BATCH, VALIDATION_SEED = 10, 128, 8, 32, 100
 MAX_RATES = 5

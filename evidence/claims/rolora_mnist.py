@@ -32,10 +32,10 @@ from fedspan.experiments.intervals import compare_pairs, compare_to
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData
-from fedspan.federation.settings import RoundSettings
+from fedspan.federation.config import RoundSettings
 from fedspan.methods.registry import get_method_class
 from fedspan.models.adapted import AdaptedModel
-from fedspan.training.jobs import TrainingSettings
+from fedspan.training.config import TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.transports.in_process import simulate
 

@@ -49,7 +49,8 @@ from fedspan.tasks.encoding import EncodedText, Ragged
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.batching import draw_job_batches
 from fedspan.training.jobs import Assignment
-from fedspan.training.stacking import StackingRequest, wait_for
+from fedspan.training.stacking import wait_for
+from fedspan.training.config import StackingRequest
 
 GOAL, CLOSE, ROUNDING = 8.0, 1e-4, 2.0
 """Times faster than PEFT in a loop at batch 1 with the most clients; the limit of the relative distance of results in

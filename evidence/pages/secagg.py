@@ -24,7 +24,7 @@ from fedspan.federation.secagg.messages import (
     UnmaskReply,
     compute_facts_digest,
 )
-from fedspan.federation.settings import SecureSettings
+from fedspan.federation.config import SecureSettings
 from tests.helpers.secure_game import make_identity
 
 

@@ -15,7 +15,7 @@ import yaml
 import fedspan
 from fedspan import FedspanError, Watcher
 from fedspan.config import parse_config
-from fedspan.config.sections import PrivacyConfig
+from fedspan.training.config import PrivacyConfig
 from fedspan.experiments.execution import FinishedRuns
 from fedspan.experiments.series import Step
 from fedspan.reproduction import reproduce

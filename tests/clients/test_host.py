@@ -38,7 +38,7 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.values import Message
 from fedspan.federation import serialization
 from fedspan.training.dp_sgd import draw_poisson_batches
-from fedspan.training.jobs import Privacy
+from fedspan.training.config import Privacy
 from fedspan.training.loop import LoopEngine
 from helpers.refusals import refused
 

@@ -29,7 +29,7 @@ from fedspan.federation.changes import clip_change, compute_change
 from fedspan.federation.protocol import ClientFacts, Masking, Order
 from fedspan.federation.secagg import messages
 from fedspan.federation.secagg.session import Masked, SharesError, require_openable, unmask
-from fedspan.federation.settings import SecureSettings
+from fedspan.federation.config import SecureSettings
 
 IDS = ("a", "b", "c", "d")
 BODY = serialization.encode(Message({}))

@@ -10,18 +10,21 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from fedspan.config import load_config, override, parse_config
-from fedspan.config.model import ModelConfig
+from fedspan.models.config import ModelConfig
 from fedspan.config.node import NodeConfig, NodeLimits, load_node, require_data
-from fedspan.config.sections import ClusterConfig, EngineConfig, EvaluationConfig, SimulationConfig
-from fedspan.config.tags import MAX_TAGS, Tags, explain_missing_tags
+from fedspan.federation.conditions import SimulationConfig
+from fedspan.training.config import ClusterConfig, EngineConfig
+from fedspan.federation.config import EvaluationConfig
+from fedspan.federation.tags import MAX_TAGS, Tags, explain_missing_tags
 from fedspan.core.noise import derive_seed_key
 from fedspan.core.values import OptimizerSpec
 from fedspan.errors import FedspanError
 from fedspan.federation.conditions import Conditions, Faults, SpeedDistribution
-from fedspan.federation.settings import RoundSettings
+from fedspan.federation.config import RoundSettings
 from fedspan.methods.registry import METHODS
 from fedspan.section import Section
-from fedspan.training.jobs import PrefixSettings, Privacy
+from fedspan.training.config import PrefixSettings
+from fedspan.training.config import Privacy
 from helpers.refusals import refused
 from helpers.valid_config import SPEC, VALID
 

@@ -8,15 +8,15 @@ import yaml
 from pydantic import ValidationError
 
 from fedspan.config import parse_config
-from fedspan.config.federation import FederationConfig, FractionRanks, RandomRanks
+from fedspan.federation.config import FederationConfig, FractionRanks, RandomRanks
 from fedspan.config.rates import FACTORS, get_training_defaults
 from fedspan.config.run import RunConfig
-from fedspan.config.sections import PrivacyConfig
+from fedspan.training.config import PrivacyConfig
 from fedspan.core.method import Claims
 from fedspan.data import DataConfig
 from fedspan.data.catalogue import DatasetEntry, list_datasets
 from fedspan.errors import FedspanError
-from fedspan.federation.settings import BufferedSettings
+from fedspan.federation.config import BufferedSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.methods.registry import METHODS
 from fedspan.tasks.registry import TASKS

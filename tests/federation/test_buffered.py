@@ -23,7 +23,7 @@ from fedspan.federation.arrival_sources import Arrival, NodeArrivals
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import OpenOrder, OpenOrders, Progress, RoundResult, TooFewReplies
 from fedspan.federation.protocol import Envelope
-from fedspan.federation.settings import BufferedSettings, RoundSettings
+from fedspan.federation.config import BufferedSettings, RoundSettings
 from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU

@@ -23,7 +23,7 @@ from fedspan.federation.plausibility import (
 from fedspan.federation.progress import ClientData, Transfer
 from fedspan.federation.protocol import Envelope, Part, Reply, decode_order
 from fedspan.federation.round import exchange_model
-from fedspan.federation.settings import BufferedSettings
+from fedspan.federation.config import BufferedSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.selection import Selection
 from fedspan.transports.in_process import simulate

@@ -23,8 +23,8 @@ from fedspan.federation.privacy import (
     compute_sampling_rate,
     draw_poisson_cohort,
 )
-from fedspan.federation.settings import RoundSettings
-from fedspan.training.jobs import Privacy
+from fedspan.federation.config import RoundSettings
+from fedspan.training.config import Privacy
 
 SHAPES = {"layer/A": (2, 5), "layer/B": (7, 2), "extras/bias": (3,)}
 

@@ -24,11 +24,11 @@ from fedspan.federation.progress import ClientData, Failure, Progress, RoundResu
 from fedspan.federation.protocol import Envelope, Order, Part, Reply, decode_order, decode_reply
 from fedspan.federation.round import RoundExchange, compute_mean_loss
 from fedspan.federation.round_context import RoundContext, Tally
-from fedspan.federation.settings import BufferedSettings, RoundSettings
+from fedspan.federation.config import BufferedSettings, RoundSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.methods.fedit import FedIT
 from fedspan.training.accounting import Charge
-from fedspan.training.jobs import Privacy, TrainingSettings
+from fedspan.training.config import Privacy, TrainingSettings
 from fedspan.wrappers.extras import WithExtras
 from helpers import tiny
 from helpers.refusals import refused

@@ -12,7 +12,7 @@ from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import OptimizerState, Spec, Trained
 from fedspan.federation import federation as product
 from fedspan.federation.progress import ClientData
-from fedspan.federation.settings import RoundSettings
+from fedspan.federation.config import RoundSettings
 from fedspan.methods.fedavg import FedAvg
 from fedspan.methods.fedgalore import FedGaLore
 from fedspan.methods.fedhm import FedHM

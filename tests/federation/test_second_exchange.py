@@ -24,7 +24,7 @@ from fedspan.federation.progress import ClientState, RoundResult
 from fedspan.federation.protocol import Envelope, Order, Reply, decode_order
 from fedspan.federation.round_context import RoundContext, Tally
 from fedspan.federation.second_exchange import build_second_context
-from fedspan.federation.settings import SecureSettings
+from fedspan.federation.config import SecureSettings
 from helpers import secure_rounds, tiny
 from helpers.refusals import refused
 from helpers.remote_federation import remote

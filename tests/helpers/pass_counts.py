@@ -13,7 +13,7 @@ from fedspan.config import parse_config
 from fedspan.core.values import Job, Trained
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.jobs import Assignment
-from fedspan.training.stacking import StackingRequest
+from fedspan.training.config import StackingRequest
 
 PASSES = ("method fedit", "task causal-lm")
 """Runs of an encoder and of a decoder, by their names in ``device_runs.RUNS``."""

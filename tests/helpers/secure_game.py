@@ -38,7 +38,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import ClientFacts, Masking, Order
 from fedspan.federation.secagg import messages
 from fedspan.federation.serialization import encode
-from fedspan.federation.settings import SecureSettings
+from fedspan.federation.config import SecureSettings
 
 START = {"layer/A": torch.zeros(2, 3)}
 CLIP = 10.0

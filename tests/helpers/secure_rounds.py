@@ -23,7 +23,7 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.federation.protocol import Envelope, Order
 from fedspan.federation.secagg.messages import Phase, decode_request
-from fedspan.federation.settings import SecureSettings
+from fedspan.federation.config import SecureSettings
 from fedspan.federation.transport import Orders
 from fedspan.federation.validation import ReplyRules
 from fedspan.training.loop import LoopEngine

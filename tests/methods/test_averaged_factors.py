@@ -17,7 +17,7 @@ from fedspan.core.base import to_dense
 from fedspan.core.lowrank import LowRank
 from fedspan.core.tensors import is_extra, join_tensor_name, split_extras
 from fedspan.core.values import Job, Message
-from fedspan.federation.settings import RoundSettings
+from fedspan.federation.config import RoundSettings
 from fedspan.methods.la_lora import LALoRA
 from fedspan.methods.local_only import LocalOnly
 from fedspan.training.batching import draw_training_batches

@@ -17,9 +17,10 @@ from fedspan.federation.progress import Progress
 from fedspan.tasks.task import Examples
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.engine import Engine
-from fedspan.training.jobs import Assignment, PrefixSettings
+from fedspan.training.jobs import Assignment
+from fedspan.training.config import PrefixSettings
 from fedspan.training.loop import LoopEngine
-from fedspan.training.stacking import StackingRequest
+from fedspan.training.config import StackingRequest
 from helpers import tiny
 from helpers.families import FAMILIES, UNLIKE, methods_by_family
 from helpers.watched_rounds import differences, method_config

@@ -24,7 +24,7 @@ from fedspan.tasks.task import Examples
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
-from fedspan.training.stacking import StackingRequest
+from fedspan.training.config import StackingRequest
 from helpers import refusals, tiny
 from helpers.families import UNLIKE, methods_by_family, others_slow
 from helpers.remote_federation import remote

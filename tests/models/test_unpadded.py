@@ -22,7 +22,7 @@ from fedspan.training.batched import BatchedEngine
 from fedspan.training.batching import Padding
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
-from fedspan.training.stacking import StackingRequest
+from fedspan.training.config import StackingRequest
 from helpers import tiny, tiny_decoders
 from helpers.families import others_slow
 

@@ -30,7 +30,8 @@ from fedspan.federation.validation import build_untrained_jobs
 from fedspan.training import dp_sgd
 from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, calibrate_noise, compute_epsilon
 from fedspan.training.batching import draw_job_batches
-from fedspan.training.jobs import Assignment, Privacy, TrainingSettings
+from fedspan.training.jobs import Assignment
+from fedspan.training.config import Privacy, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.noisy_sum import NoisySum
 from helpers import tiny, tiny_masked, tiny_seq2seq

@@ -22,7 +22,8 @@ from fedspan.core.values import Job, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.prefix import FrozenPrefix, list_live_modules
 from fedspan.tasks.task import Examples
-from fedspan.training.jobs import Assignment, PrefixSettings
+from fedspan.training.jobs import Assignment
+from fedspan.training.config import PrefixSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCache
 from fedspan.training.prefix_rows import compute_prefix_key, share_prefixes, start_next_run, store_in_use

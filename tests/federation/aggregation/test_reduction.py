@@ -23,9 +23,9 @@ from fedspan.federation.aggregation.robust import compute_geometric_median, find
 from fedspan.federation.federation import STRICT
 from fedspan.federation.progress import ClientData
 from fedspan.federation.round_context import RoundContext, Tally
-from fedspan.federation.settings import RoundSettings
+from fedspan.federation.config import RoundSettings
 from fedspan.methods.lora_a2 import LoRAA2
-from fedspan.training.jobs import Privacy, TrainingSettings
+from fedspan.training.config import Privacy, TrainingSettings
 from helpers.refusals import refused
 
 IDS = ("a", "b", "c", "d")

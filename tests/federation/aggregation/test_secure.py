@@ -29,7 +29,7 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.federation.protocol import Envelope, Order, decode_reply
 from fedspan.federation.secagg import messages
-from fedspan.federation.settings import SecureSettings
+from fedspan.federation.config import SecureSettings
 from fedspan.transports.in_process import simulate
 from helpers import refusals, secure_rounds, tiny
 from helpers.families import others_slow
