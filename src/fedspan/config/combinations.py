@@ -12,7 +12,7 @@ from fedspan.core.method import Claims, Method
 from fedspan.core.values import Client, Job, LayerSpec, Reduced, ServerState, Spec
 from fedspan.data.files import FROM_TRAINERS, NOWHERE
 from fedspan.errors import FedspanError, suggest_nearest
-from fedspan.federation.config import MAX_SECURE_CLIENTS
+from fedspan.federation.config import MAX_SECURE_CLIENTS, FederationConfig
 from fedspan.federation.validation import compute_origin
 from fedspan.methods.registry import get_method_class
 from fedspan.training.config import PrivacyConfig
@@ -34,7 +34,7 @@ def require_combination(config: RunSections) -> None:
         )
         raise FedspanError("federation.reduction", config.federation.reduction, "mean", problem=problem)
     if config.privacy is not None:
-        _require_privacy_fit(config, config.privacy, method.declare_claims())
+        require_privacy_fit(config.method.title, config.privacy, config.federation, method.declare_claims())
         if config.evaluation.diagnostics is not None:
             problem = "it cannot be combined with privacy, because diagnostics inspect updates without noise"
             raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)
@@ -57,9 +57,8 @@ def require_combination(config: RunSections) -> None:
         raise FedspanError("evaluation.metric", config.evaluation.metric, expected)
 
 
-def _require_privacy_fit(config: RunSections, privacy: PrivacyConfig, claims: Claims) -> None:
+def require_privacy_fit(method: str, privacy: PrivacyConfig, federation: FederationConfig, claims: Claims) -> None:
     """Check that a run's replies can be privatized."""
-    method, federation = config.method.title, config.federation
     reasons = {
         "it transmits nothing": claims.sends == "nothing",
         "what a client chooses to send tells of its data": claims.budgets and privacy.mechanism != "dp-sgd",

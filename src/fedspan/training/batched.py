@@ -239,7 +239,7 @@ class BatchedEngine:
     def get_prediction_plan(self) -> StackingPlan:
         """Return the plan by which models share passes: the stacking plan, or, while it is unknown, the options."""
         return self.stacking or StackingPlan(
-            self.options.clients_per_pass or DEFAULT.clients_per_pass, self.request.workers or 1
+            self.options.clients_per_pass or DEFAULT.clients_per_pass, self.options.workers or 1
         )
 
     def _count_models_per_pass(self, plan: StackingPlan) -> int:
