@@ -240,7 +240,7 @@ class SecureAggregation:
             return Reduced(mean=apply_change(change, self._origin), count=len(self.replies))
         # A client rounds each entry by up to a step after it has clipped, so it moves the sum by that much more.
         moves = self._clip * (1 + len(self._total) ** 0.5 / self._ring.levels)
-        privacy = replace(self._privacy, privacy=replace(self._privacy.privacy, clip=moves))
+        privacy = replace(self._privacy, privacy=self._privacy.privacy.model_copy(update={"clip": moves}))
         return privacy.release({name: value * share for name, value in change.items()})
 
 
