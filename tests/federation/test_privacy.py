@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -192,7 +191,7 @@ def test_what_a_round_costs() -> None:
     assert compute_round_charges(settings.model_copy(update={"privacy": None}), 20) == ()
     assert compute_sampling_rate(settings, 3) == 1.0
     target = central(noise=None, epsilon=2.0, rounds=50)
-    local = replace(target, mechanism="local")
+    local = target.model_copy(update={"mechanism": "local"})
     assert compute_client_noise(local, 0.1) == compute_client_noise(local, 1.0)
     assert (
         compute_client_noise(target, 0.1)

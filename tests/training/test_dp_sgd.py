@@ -30,7 +30,7 @@ from fedspan.federation.validation import build_untrained_jobs
 from fedspan.training import dp_sgd
 from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, calibrate_noise, compute_epsilon
 from fedspan.training.batching import draw_job_batches
-from fedspan.training.config import Privacy, TrainingSettings
+from fedspan.training.config import EngineConfig, Privacy, TrainingSettings
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from fedspan.training.noisy_sum import NoisySum
@@ -132,9 +132,8 @@ def test_dropout_of_an_example_is_the_same_in_every_pass(
         training = {"batch_size": batch_size, "gradient_accumulation_steps": accumulate, "lora_dropout": 0.4}
         run = run_of(prepared, tiny_folder, training=training)
         work, settings = work_of(run), run.engine.settings
-        engine = LoopEngine(
-            run.engine.adapted, run.task, settings, 0, padding_free=padding_free, privacy=run.engine.privacy
-        )
+        options = EngineConfig(padding_free=padding_free, prefix_cache=False)
+        engine = LoopEngine(run.engine.adapted, run.task, settings, 0, options, privacy=run.engine.privacy)
         sizes = {len(sample) for sample in dp_sgd.draw_poisson_batches(run.engine.privacy, settings, work)}
         assert max(sizes) > 2, "one pass takes all examples, the other does not"
         found.append(engine.train(work, run.train))
@@ -358,7 +357,7 @@ def test_a_task_that_draws_its_inputs_is_refused(tmp_path: Path) -> None:
 def noisy_sum(noise: float, key: bytes = derive_seed_key(0), secret: bool = False, origin: str = "") -> NoisySum:
     like = {"layer/A": torch.zeros(150, 200), "layer/B": torch.zeros(3)}
     job = Job({}, like, ())
-    privacy = Privacy(mechanism="dp-sgd", clip=0.5, noise=noise, key=key, secret=secret)
+    privacy = Privacy(mechanism="dp-sgd", clip=0.5, noise=1.0, key=key, secret=secret)
     return NoisySum(privacy, Assignment("a", 0, job, np.arange(9), 0.1, None, noise, origin=origin), like)
 
 
