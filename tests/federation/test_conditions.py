@@ -58,25 +58,10 @@ def differences(one: Progress, other: Progress) -> list[str]:
 
 
 def test_conditions_are_drawn_from_the_seed_alone() -> None:
-    conditions = Conditions(
-        seed=3,
-        dropout=0.5,
-        speed=SpeedDistribution(distribution="lognormal", median=100.0, spread=2.0),
-        faults=Faults(share=0.3, kind="nan"),
-    )
+    speed = SpeedDistribution(distribution="lognormal", median=100.0, spread=2.0)
+    faults = Faults(share=0.3, kind="nan")
+    conditions, again, other = (Conditions(seed=n, dropout=0.5, speed=speed, faults=faults) for n in (3, 3, 4))
     ids = [f"client-{number:02}" for number in range(40)]
-    again = Conditions(
-        seed=3,
-        dropout=0.5,
-        speed=SpeedDistribution(distribution="lognormal", median=100.0, spread=2.0),
-        faults=Faults(share=0.3, kind="nan"),
-    )
-    other = Conditions(
-        seed=4,
-        dropout=0.5,
-        speed=SpeedDistribution(distribution="lognormal", median=100.0, spread=2.0),
-        faults=Faults(share=0.3, kind="nan"),
-    )
     silent = {id: conditions.draw_silence(id, 0, 0, PHASES) for id in ids}
     assert silent == {id: again.draw_silence(id, 0, 0, PHASES) for id in reversed(ids)}
     assert silent != {id: other.draw_silence(id, 0, 0, PHASES) for id in ids}

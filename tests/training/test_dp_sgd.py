@@ -38,6 +38,7 @@ from helpers import tiny, tiny_masked, tiny_seq2seq
 from helpers.refusals import refused
 
 PRIVACY = {"mechanism": "dp-sgd", "noise": 1e-9, "clip": 0.3}
+SETTINGS = Privacy(mechanism="dp-sgd", noise=1.0)
 
 
 def run_of(prepared: Prepared, folder: Path, privacy: Mapping[str, Any] = PRIVACY, **changes: Any) -> Prepared:
@@ -251,10 +252,9 @@ def test_there_are_as_many_steps_as_without_privacy(
 
     batches = sum(1 for _ in draw_job_batches(plain, 0, work, Lengths()))
     assert dp_sgd.compute_private_steps(plain, job, count) == math.ceil(batches / accumulate)
-    privacy = Privacy(mechanism="dp-sgd", clip=1.0, noise=1.0)
-    samples = list(dp_sgd.draw_poisson_batches(privacy, plain, work))
+    samples = list(dp_sgd.draw_poisson_batches(SETTINGS, plain, work))
     assert len(samples) == dp_sgd.compute_private_steps(plain, job, count)
-    assert dp_sgd.release_of(privacy, plain, [job, job], count)[1] == 2 * len(samples)
+    assert dp_sgd.release_of(SETTINGS, plain, [job, job], count)[1] == 2 * len(samples)
     for sample in samples:
         assert len(set(sample.tolist())) == len(sample)
 
@@ -262,7 +262,7 @@ def test_there_are_as_many_steps_as_without_privacy(
 def test_samples_are_poisson() -> None:
     plain = TrainingSettings(batch_size=5, local_steps=4000)
     work = Assignment("a", 0, Job({}, {}, ()), np.arange(100, 125), 0.1)
-    samples = list(dp_sgd.draw_poisson_batches(Privacy(mechanism="dp-sgd", clip=1.0, noise=1.0), plain, work))
+    samples = list(dp_sgd.draw_poisson_batches(SETTINGS, plain, work))
     sizes = np.array([len(sample) for sample in samples])
     assert sizes.mean() == pytest.approx(5, rel=0.02)
     assert sizes.var() == pytest.approx(25 * 0.2 * 0.8, rel=0.08)
@@ -277,15 +277,8 @@ def test_samples_come_from_the_whole_key(monkeypatch: pytest.MonkeyPatch) -> Non
     plain = TrainingSettings(batch_size=5, local_steps=40)
     work = Assignment("a", 0, Job({}, {}, ()), np.arange(25), 0.1)
     keys = (bytes(32), bytes(31) + b"\1", b"\1" + bytes(31))
-    samples = [
-        [
-            sample.tolist()
-            for sample in dp_sgd.draw_poisson_batches(
-                Privacy(mechanism="dp-sgd", clip=1.0, noise=1.0, key=key), plain, work
-            )
-        ]
-        for key in keys
-    ]
+    private = [SETTINGS.model_copy(update={"key": key}) for key in keys]
+    samples = [[sample.tolist() for sample in dp_sgd.draw_poisson_batches(one, plain, work)] for one in private]
     assert all(one != other for one, other in itertools.combinations(samples, 2))
 
 
@@ -296,7 +289,7 @@ def test_a_secret_sample_serves_one_model() -> None:
         Assignment("a", 0, Job({}, {"x": torch.full((2,), value)}, ()), np.arange(25), 0.1) for value in (0.0, 1.0)
     ]
     for secret in (True, False):
-        privacy = Privacy(mechanism="dp-sgd", clip=1.0, noise=1.0, secret=secret)
+        privacy = SETTINGS.model_copy(update={"secret": secret})
         first, again, other = (
             [sample.tolist() for sample in dp_sgd.draw_poisson_batches(privacy, plain, work)]
             for work in (*works[:1], *works)
@@ -430,10 +423,8 @@ def measure_fit(noisy: Tensor, candidate: Tensor) -> float:
 
 
 def test_an_example_whose_gradient_is_not_finite_adds_nothing() -> None:
-    privacy, work = (
-        Privacy(mechanism="dp-sgd", clip=1.0, noise=1e-9),
-        Assignment("a", 0, Job({}, {}, ()), np.arange(3), 0.1),
-    )
+    privacy = SETTINGS.model_copy(update={"noise": 1e-9})
+    work = Assignment("a", 0, Job({}, {}, ()), np.arange(3), 0.1)
     gradients = {"x": torch.tensor([[3.0, 4.0], [math.inf, 0.0], [0.3, 0.4]]), "y": torch.tensor([0.0, 1.0, math.nan])}
     noisy = NoisySum(privacy, work, {"x": torch.zeros(2), "y": torch.zeros(())})
     noisy.add(gradients)

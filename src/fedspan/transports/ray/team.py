@@ -71,7 +71,7 @@ def _start_team(cluster: ClusterConfig) -> Generator[Team]:
 
 def open_team(cluster: ClusterConfig) -> AbstractContextManager[Team]:
     """Start workers for the time of a run, or use those of an earlier run of the same series."""
-    return enter_shared_or_new(cluster, _start_team(cluster))
+    return enter_shared_or_new(cluster.model_dump_json(), _start_team(cluster))
 
 
 class WorkerHandle:
