@@ -187,9 +187,7 @@ def test_several_clients_at_once(
     states: list[Mapping[str, Tensor]] = []
     for padding_free in (False, True):
         prepared = built("deep-bert", tiny_folder, decoders, **changes)
-        options = prepared.config.engine.model_copy(
-            update={"clients_per_pass": 3, "workers": workers, "padding_free": padding_free}
-        )
+        options = EngineConfig(clients_per_pass=3, workers=workers, padding_free=padding_free)
         settings = prepared.config.build_training_settings()
         engine = BatchedEngine(prepared.engine.adapted, prepared.task, settings, 0, options, hidden_batch_size=8)
         tiny.use_engine(prepared.federation, engine)
