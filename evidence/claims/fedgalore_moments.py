@@ -19,12 +19,11 @@ from scipy.stats import ttest_rel
 from torch import nn
 
 from evidence.claims import report
-from evidence.claims.rolora_mnist import CLASSES, PIXELS, Curve, Data, connect, load, train
+from evidence.claims.rolora_mnist import CLASSES, PIXELS, Curve, Data, connect, load, make_settings, train
 from fedspan.core.tensors import create_generator
 from fedspan.experiments.intervals import compare_pairs
-from fedspan.federation.settings import RoundSettings
 from fedspan.models.adapted import AdaptedModel
-from fedspan.training.jobs import TrainingSettings
+from fedspan.training.config import TrainingSettings
 
 CLIENTS, WIDTH, RANK, BATCH, VALIDATION_SEED = 10, 128, 8, 32, 100
 MAX_RATES = 5
@@ -62,7 +61,7 @@ def run(data: Data, reading: str, lr: float, seed: int, rounds: int, steps: int)
     model = nn.Sequential(OrderedDict(hidden=layers["hidden"], relu=nn.ReLU(), out=layers["out"]))
     training = TrainingSettings(lr=lr, batch_size=BATCH, local_steps=steps, max_grad_norm=0.0, group_by_length=False)
     (name, own), adapted, parts = READINGS[reading], AdaptedModel(model, layers, {}), divide(data.train.y.numpy(), seed)
-    options, settings = {"r": RANK, "lora_alpha": 2.0 * RANK, **own}, RoundSettings(rounds, seed=seed)
+    options, settings = {"r": RANK, "lora_alpha": 2.0 * RANK, **own}, make_settings(rounds, seed)
     return train(connect(adapted, data, parts, training, name, options, settings, by_size=True), data)
 
 

@@ -28,7 +28,8 @@ from fedspan.core.tensors import create_generator, join_tensor_name
 from fedspan.core.values import Group, Job, Refresh
 from fedspan.experiments.intervals import compare_pairs
 from fedspan.models.adapted import AdaptedModel
-from fedspan.training.jobs import Assignment, TrainingSettings
+from fedspan.training.config import TrainingSettings
+from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 
 METHODS = {"full": "Full SGD", "galore": "GaLore", "lora": "LoRA"}

@@ -29,13 +29,13 @@ from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client
 from fedspan.errors import FedspanError
 from fedspan.experiments.intervals import compare_pairs, compare_to
+from fedspan.federation.config import RoundSettings
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData
-from fedspan.federation.settings import RoundSettings
 from fedspan.methods.registry import get_method_class
 from fedspan.models.adapted import AdaptedModel
-from fedspan.training.jobs import TrainingSettings
+from fedspan.training.config import TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.transports.in_process import simulate
 
@@ -138,6 +138,11 @@ def divide(labels: Tensor, clients: int, seed: int) -> list[np.ndarray]:
     return [torch.isin(labels, classes).nonzero()[:, 0].numpy() for classes in own_classes]
 
 
+def make_settings(rounds: int, seed: int) -> RoundSettings:
+    """Settings of rounds of trusted clients, without limits of their changes and weights."""
+    return RoundSettings(rounds=rounds, seed=seed, clip_ratio=None, max_weight_ratio=None).trust()
+
+
 def connect(
     adapted: AdaptedModel,
     data: Data,
@@ -177,7 +182,7 @@ def build(data: Data, method: str, clients: int, lr: float, seed: int, rounds: i
     # Section 5.2: "A is initialized to a random Gaussian matrix"; its variance is PEFT's, 1/r^2.
     options = {"r": RANK, "lora_alpha": float(RANK), "init_A": "gaussian"}
     adapted, parts = AdaptedModel(model, {"hidden": hidden}, {}), divide(data.train.y, clients, seed)
-    return connect(adapted, data, parts, training, method, options, RoundSettings(rounds, seed=seed))
+    return connect(adapted, data, parts, training, method, options, make_settings(rounds, seed))
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,9 @@ from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText, Ragged
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.batching import draw_job_batches
+from fedspan.training.config import EngineConfig
 from fedspan.training.jobs import Assignment
-from fedspan.training.stacking import StackingRequest, wait_for
+from fedspan.training.stacking import wait_for
 
 GOAL, CLOSE, ROUNDING = 8.0, 1e-4, 2.0
 """Times faster than PEFT in a loop at batch 1 with the most clients; the limit of the relative distance of results in
@@ -200,8 +201,8 @@ class Bench:
         )
         method = config.build_method(replace(adapted.spec, clients=clients))
         settings = config.build_training_settings()
-        request = StackingRequest(clients_per_pass or clients, 1)
-        engine = BatchedEngine(adapted, task, settings, 0, request)
+        options = EngineConfig(clients_per_pass=clients_per_pass or clients, workers=1, prefix_cache=False)
+        engine = BatchedEngine(adapted, task, settings, 0, options)
         state = method.init(adapted)
         works: dict[str, Assignment] = {}
         for number in range(clients):

@@ -11,6 +11,7 @@ import time
 from fedspan.clients.secagg import SecureClient
 from fedspan.clients.secagg_store import MemorySessionStore
 from fedspan.core.values import Client
+from fedspan.federation.config import SecureSettings
 from fedspan.federation.protocol import ClientFacts
 from fedspan.federation.secagg.messages import (
     Agreement,
@@ -24,7 +25,6 @@ from fedspan.federation.secagg.messages import (
     UnmaskReply,
     compute_facts_digest,
 )
-from fedspan.federation.settings import SecureSettings
 from tests.helpers.secure_game import make_identity
 
 

@@ -18,7 +18,7 @@ import fedspan
 from fedspan.assembly.own_trainers import TrainerRuns, adopt_trainers
 from fedspan.crypto.masks import Ring
 from fedspan.errors import FedspanError
-from fedspan.federation.settings import SecureSettings
+from fedspan.federation.config import SecureSettings
 from fedspan.tasks import metrics
 from helpers import tiny, tiny_decoders, tiny_seq2seq
 from helpers.captured_log import CapturedLog

@@ -244,8 +244,7 @@ def host(*tasks: str, kind: type[Here] = Here, reads_nodes: bool = True) -> star
 
     def simulated(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
         transport = kind(place.path.resolve(), tasks)
-        rules = prepared.config.federation.build_reply_rules()
-        return played(connect(prepared, transport, rules, nodes=get_nodes_folder(place.path) if reads_nodes else None))
+        return played(connect(prepared, transport, nodes=get_nodes_folder(place.path) if reads_nodes else None))
 
     return simulated
 

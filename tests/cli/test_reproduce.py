@@ -15,11 +15,11 @@ import yaml
 import fedspan
 from fedspan import FedspanError, Watcher
 from fedspan.config import parse_config
-from fedspan.config.sections import PrivacyConfig
 from fedspan.experiments.execution import FinishedRuns
 from fedspan.experiments.series import Step
 from fedspan.reproduction import reproduce
 from fedspan.reproduction.presets import Preset, list_presets, read_preset
+from fedspan.training.config import PrivacyConfig
 from helpers import refusals, tiny
 from helpers.command_line import Call
 

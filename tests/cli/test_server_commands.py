@@ -197,10 +197,9 @@ def submitted(
 
     def host(place: RunFolder, prepared: Prepared, run_rounds: Any) -> RunReport:
         transport = Lying(place.path.resolve(), lies)
-        rules = prepared.config.federation.build_reply_rules()
         counts = {id: data.client.examples for id, data in prepared.federation.clients.items()}
         clients = None if known else build_server_clients(prepared.config, prepared.engine.adapted.spec, counts)
-        return run_rounds(connect(prepared, transport, rules, nodes=get_nodes_folder(place.path), clients=clients))
+        return run_rounds(connect(prepared, transport, nodes=get_nodes_folder(place.path), clients=clients))
 
     def submit(config: Path, folder: Path, *_: Any, listener: Any, **__: Any) -> RunReport:
         return start.run(load_config(config), folder, listener=listener, host=host)

@@ -37,8 +37,8 @@ from fedspan.core.base import BasePatch, BaseUpdate
 from fedspan.core.lowrank import LowRank
 from fedspan.core.values import Message
 from fedspan.federation import serialization
+from fedspan.training.config import Privacy
 from fedspan.training.dp_sgd import draw_poisson_batches
-from fedspan.training.jobs import Privacy
 from fedspan.training.loop import LoopEngine
 from helpers.refusals import refused
 
@@ -52,7 +52,7 @@ def prepare_private(folder: Path, method: str) -> Prepared:
 
 def make_host(prepared: Prepared, folder: Path, *, secret: bool = True) -> Host:
     here, engine = prepared.federation, prepared.engine
-    privacy = replace(engine.privacy, secret=secret)
+    privacy = engine.privacy.model_copy(update={"secret": secret})
     loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed, privacy=privacy)
     return Host(here.method, loop, here.clients, here.examples, DiskClientStore(folder), 32)
 

@@ -177,9 +177,8 @@ def test_a_node_that_was_killed_counts_in_the_same_round_without_another_attempt
     examples = {id: introduced(service, given).examples for id, service in services.items()}
     clients = build_server_clients(prepared.config, prepared.engine.adapted.spec, examples)
     transport = Clinics({id: Restarting(service) for id, service in services.items()})
-    rules = prepared.config.federation.build_reply_rules()
-    assert rules.min_replies is None
-    prepared = connect(prepared, transport, rules, clients=clients, run="run")
+    assert prepared.settings.min_replies is None
+    prepared = connect(prepared, transport, clients=clients, run="run")
     passes = Passes(monkeypatch)
     passes.killed_at = STEPS - 1
     result = prepared.federation.run_round(prepared.federation.begin())

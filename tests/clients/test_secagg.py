@@ -26,10 +26,10 @@ from fedspan.crypto.shares import combine
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.changes import clip_change, compute_change
+from fedspan.federation.config import SecureSettings
 from fedspan.federation.protocol import ClientFacts, Masking, Order
 from fedspan.federation.secagg import messages
 from fedspan.federation.secagg.session import Masked, SharesError, require_openable, unmask
-from fedspan.federation.settings import SecureSettings
 
 IDS = ("a", "b", "c", "d")
 BODY = serialization.encode(Message({}))

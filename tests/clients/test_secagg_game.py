@@ -16,8 +16,8 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 
 from fedspan.clients.secagg_store import SessionStore
 from fedspan.core.values import Message
+from fedspan.federation.config import SecureSettings
 from fedspan.federation.serialization import decode, encode
-from fedspan.federation.settings import SecureSettings
 from helpers.secure_game import MODEL, Game, Play, Story, compute_bound, list_attacks, list_lies
 
 ATTACKS = tuple(list_attacks(("a", "b", "c"), 1))

@@ -1,7 +1,6 @@
 """Reading a config: its file, overrides, and what each section means, accepts, refuses and passes on."""
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,17 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from fedspan.config import load_config, override, parse_config
-from fedspan.config.model import ModelConfig
 from fedspan.config.node import NodeConfig, NodeLimits, load_node, require_data
-from fedspan.config.sections import ClusterConfig, EngineConfig, EvaluationConfig, SimulationConfig
-from fedspan.config.tags import MAX_TAGS, Tags, explain_missing_tags
 from fedspan.core.noise import derive_seed_key
 from fedspan.core.values import OptimizerSpec
 from fedspan.errors import FedspanError
-from fedspan.federation.conditions import Conditions, Faults, SpeedDistribution
-from fedspan.federation.settings import RoundSettings
+from fedspan.federation.conditions import Conditions, Faults, SimulationConfig, SpeedDistribution
+from fedspan.federation.config import EvaluationConfig, RoundSettings
+from fedspan.federation.tags import MAX_TAGS, Tags, explain_missing_tags
 from fedspan.methods.registry import METHODS
+from fedspan.models.config import ModelConfig
 from fedspan.section import Section
-from fedspan.training.jobs import PrefixSettings, Privacy
+from fedspan.training.config import ClusterConfig, EngineConfig, Privacy
 from helpers.refusals import refused
 from helpers.valid_config import SPEC, VALID
 
@@ -119,11 +117,15 @@ def test_settings_carry_every_field_of_the_config() -> None:
     config = parse_config({**VALID, "training": training, "privacy": privacy, "federation": federation})
     optimizer = OptimizerSpec(name="sgd", lr=0.3, momentum=0.8, betas=(0.7, 0.95), eps=1e-5, weight_decay=0.02)
     assert config.build_training_settings().optimizer_spec == optimizer
-    private = Privacy("dp-sgd", 0.5, 2.0, 3.0, 1e-6, "prv", 6, derive_seed_key(3))
+    private = Privacy(**privacy, rounds=6, key=derive_seed_key(3))
     assert config.build_privacy_settings() == private
-    assert config.build_round_settings() == RoundSettings(6, 2, 3, "mean", 0.2, 1.25, 3.0, 7.0, private)
+    assert config.build_round_settings() == RoundSettings(**federation, seed=3, privacy=private)
     secret = config.build_round_settings(bytes(32)).privacy
-    assert secret == replace(private, key=bytes(32), secret=True) == config.build_privacy_settings(bytes(32))
+    assert (
+        secret
+        == private.model_copy(update={"key": bytes(32), "secret": True})
+        == config.build_privacy_settings(bytes(32))
+    )
     assert (config.evaluation.every, config.evaluation.batch_size) == (2, 8)
 
 
@@ -277,14 +279,6 @@ def test_what_no_section_has_is_refused(section: type[Section], field: str, valu
     assert {error["loc"][0] for error in caught.value.errors()} == {field}
 
 
-def test_the_cache_gets_its_bytes_its_folder_and_the_batch_size() -> None:
-    assert EngineConfig().build_prefix_settings(64) == PrefixSettings(2 * 2**30, None, 64)
-    config = EngineConfig(prefix_memory=0.5, prefix_folder="some/disk")
-    assert config.build_prefix_settings(3) == PrefixSettings(2**29, Path("some/disk"), 3)
-    assert EngineConfig(prefix_memory=0).build_prefix_settings(3) == PrefixSettings(0, None, 3)
-    assert EngineConfig(prefix_cache=False, prefix_folder="some/disk").build_prefix_settings(3) is None
-
-
 def test_rounds_are_compared_by_the_metric_or_the_loss() -> None:
     assert EvaluationConfig().get_selection_metric("accuracy") == "accuracy"
     assert EvaluationConfig(best_by="loss").get_selection_metric("accuracy") == "loss"
@@ -296,15 +290,15 @@ def test_a_regular_expression_is_kept(pattern: str | None) -> None:
 
 
 def test_conditions_have_the_run_s_seed_and_every_field() -> None:
-    assert SimulationConfig().build_conditions(5) == Conditions(5)
+    assert SimulationConfig().build_conditions(5) == Conditions(seed=5)
     speed = {"distribution": "uniform", "median": 7.0, "spread": 3.0}
     values = {"dropout": {"a": 0.5}, "speed": speed, "faults": {"share": 0.25, "kind": "scale", "factor": 4.0}}
     found = SimulationConfig.model_validate(values).build_conditions(6)
     assert found == Conditions(
-        6,
-        {"a": 0.5},
-        SpeedDistribution(distribution="uniform", median=7.0, spread=3.0),
-        Faults(share=0.25, kind="scale", factor=4.0),
+        seed=6,
+        dropout={"a": 0.5},
+        speed=SpeedDistribution(distribution="uniform", median=7.0, spread=3.0),
+        faults=Faults(share=0.25, kind="scale", factor=4.0),
     )
 
 

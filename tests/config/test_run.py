@@ -8,18 +8,17 @@ import yaml
 from pydantic import ValidationError
 
 from fedspan.config import parse_config
-from fedspan.config.federation import FederationConfig, FractionRanks, RandomRanks
+from fedspan.config.combinations import require_privacy_fit
 from fedspan.config.rates import FACTORS, get_training_defaults
 from fedspan.config.run import RunConfig
-from fedspan.config.sections import PrivacyConfig
 from fedspan.core.method import Claims
 from fedspan.data import DataConfig
 from fedspan.data.catalogue import DatasetEntry, list_datasets
 from fedspan.errors import FedspanError
-from fedspan.federation.settings import BufferedSettings
-from fedspan.federation.validation import ReplyRules
+from fedspan.federation.config import BufferedSettings, FederationConfig, FractionRanks, RandomRanks
 from fedspan.methods.registry import METHODS
 from fedspan.tasks.registry import TASKS
+from fedspan.training.config import PrivacyConfig
 from helpers.refusals import refused
 
 
@@ -70,12 +69,15 @@ def test_a_round_occupies_no_more_workers_than_it_has_clients(changes: dict[str,
 
 
 def test_a_simulation_has_rules_if_its_config_asks_for_any() -> None:
-    assert config().build_simulation_rules() is None
-    rules = FederationConfig().build_reply_rules()
-    assert config(federation={"secure": {}, "weights": "uniform"}).build_simulation_rules() == rules
-    assert config(simulation={}).build_simulation_rules() == rules
-    assert config(simulation={"validation": False}).build_simulation_rules() == replace(rules, validate=False)
-    assert config(federation={"min_replies": 2}).build_simulation_rules() == replace(rules, min_replies=2)
+    def rules(**changes: Any) -> tuple[object, ...]:
+        made = config(**changes).build_simulation_settings()
+        return made.validates, made.retries, made.max_norm_ratio, made.max_missed_rounds, made.min_replies
+
+    assert rules() == (False, 0, None, None, None)
+    assert rules(federation={"secure": {}, "weights": "uniform"}) == (True, 2, 10.0, 2, None)
+    assert rules(simulation={}) == (True, 2, 10.0, 2, None)
+    assert rules(simulation={"validation": False}) == (False, 2, 10.0, 2, None)
+    assert rules(federation={"min_replies": 2}) == (True, 2, 10.0, 2, 2)
 
 
 def test_the_partition_has_the_run_s_seed_or_its_own() -> None:
@@ -267,11 +269,6 @@ def test_single_replies_refuse_secure_sums(changes: dict[str, Any], claims: dict
         section(secure={}, **changes).require_secure_fit("x", "X", replace(CLAIMS, **claims))
 
 
-def test_settings_of_the_rounds_have_every_field() -> None:
-    rules = {"min_replies": 3, "deadline": 9.0, "retries": 1, "max_norm_ratio": 4.0, "max_missed_rounds": 5}
-    assert section(**rules, clients_per_round=4, over_select=2).build_reply_rules() == ReplyRules(3, 9.0, 1, 4.0, 2, 5)
-
-
 UNIFORM = {"weights": "uniform"}
 
 
@@ -298,10 +295,10 @@ def test_methods_fit_or_are_refused(claims: dict[str, Any], refusing: tuple[str,
     config, federation = PrivacyConfig(mechanism=mechanism, noise=1.0), FederationConfig.model_validate(UNIFORM)
     method = replace(CLAIMS, **claims)
     if mechanism not in refusing:
-        config.require_fit("X", method, federation)
+        require_privacy_fit("X", config, federation, method)
         return
     with refused("privacy.mechanism"):
-        config.require_fit("X", method, federation)
+        require_privacy_fit("X", config, federation, method)
 
 
 @pytest.mark.parametrize(
@@ -317,5 +314,5 @@ def test_methods_fit_or_are_refused(claims: dict[str, Any], refusing: tuple[str,
 def test_central_privacy_refuses_what_its_sum_does_not_allow(changes: dict[str, Any], field: str) -> None:
     federation = FederationConfig.model_validate({**UNIFORM, **changes})
     with refused(f"federation.{field}"):
-        PrivacyConfig(mechanism="central", noise=1.0).require_fit("X", CLAIMS, federation)
-    PrivacyConfig(mechanism="local", noise=1.0).require_fit("X", CLAIMS, federation)
+        require_privacy_fit("X", PrivacyConfig(mechanism="central", noise=1.0), federation, CLAIMS)
+    require_privacy_fit("X", PrivacyConfig(mechanism="local", noise=1.0), federation, CLAIMS)

@@ -189,9 +189,8 @@ def run_here(values: dict[str, Any], nodes: dict[str, Path], folder: Path) -> No
         replies = {id: service.answer(invitation.to_envelope()) for id, service in services.items()}
         examples = {id: read_header(Introduction, reply).examples for id, reply in replies.items()}
         clients = build_server_clients(config, prepared.engine.adapted.spec, examples)
-        rules = config.federation.build_reply_rules()
         transport = Services(services)
-        return run_rounds(connect(prepared, transport, rules, clients=clients, run="here", agreed=invitation.digest))
+        return run_rounds(connect(prepared, transport, clients=clients, run="here", agreed=invitation.digest))
 
     build = lambda config, _, key, stages: prepare_server(config, key, stages)  # noqa: E731
     start.run(build_server_config(values), folder, host=host, build=build)

@@ -23,9 +23,9 @@ from fedspan.deployment.node import NodeService
 from fedspan.deployment.participants import NodeCallbacks, Participant, Participants, load_record
 from fedspan.deployment.status import load_named_run, read_status, store_named_run
 from fedspan.errors import FedspanError
+from fedspan.federation.config import RoundSettings
 from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Envelope
-from fedspan.federation.validation import ReplyRules
 from fedspan.logs import JsonLines
 from fedspan.processes import read_process_start
 from fedspan.run_folder import RunFolder
@@ -316,7 +316,7 @@ def test_a_node_that_comes_back_under_another_id_is_no_further_client(scene: Sce
 
 
 def test_the_quorum_of_a_round_is_that_of_all_clients_at_least() -> None:
-    rules = ReplyRules(least=3)
+    rules = RoundSettings(least=3)
     assert [rules.compute_quorum(cohort) for cohort in (2, 3, 4, 5, 6)] == [2, 3, 3, 3, 4]
 
 

@@ -20,10 +20,10 @@ from fedspan.core.method import Memory, Method, Wrapper
 from fedspan.core.values import Client, Job, LayerSpec, Message, ServerState, Spec, Trained
 from fedspan.federation import serialization
 from fedspan.federation.arrival_sources import Arrival, NodeArrivals
+from fedspan.federation.config import BufferedSettings
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import OpenOrder, OpenOrders, Progress, RoundResult, TooFewReplies
 from fedspan.federation.protocol import Envelope
-from fedspan.federation.settings import BufferedSettings, RoundSettings
 from fedspan.federation.transport import AsynchronousTransport, OnReply, Orders
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
@@ -33,6 +33,7 @@ from fedspan.wrappers.fedpaq import FedPAQ
 from fedspan.wrappers.low_precision import LowPrecision
 from helpers import tiny
 from helpers.refusals import refused
+from helpers.round_settings import make_settings
 from helpers.watched_rounds import differences
 
 SPEED = {"distribution": "uniform", "median": 10, "spread": 3}
@@ -56,7 +57,7 @@ def run(federation: Federation) -> list[RoundResult]:
 
 
 def train_alone(federation: Federation, progress: Progress, client: str) -> dict[str, Tensor]:
-    settings = replace(federation.settings, buffered=None, cohort=None)
+    settings = federation.settings.trust().model_copy(update={"buffered": None, "clients_per_round": None})
     alone = simulate(federation.method, federation.engine, [federation.clients[client]], federation.examples, settings)
     return dict(alone.run_round(Progress(progress.state)).progress.state.tensors)
 
@@ -270,12 +271,11 @@ class Machines(AsynchronousTransport):
 def make_arrivals(
     machines: Machines, concurrency: int, open: OpenOrders | None = None, round: int = 0, **buffered: Any
 ) -> NodeArrivals:
-    settings = SimpleNamespace(buffered=BufferedSettings(concurrency=concurrency, **buffered), seed=1)
+    settings = SimpleNamespace(buffered=BufferedSettings(concurrency=concurrency, **buffered), seed=1, deadline=60.0)
     context = SimpleNamespace(
         settings=settings,
         clients=dict.fromkeys(IDS),
         state=SimpleNamespace(round=round),
-        rules=SimpleNamespace(deadline=60.0),
     )
     return NodeArrivals(cast(Any, context), machines, open or OpenOrders(), lambda order: Envelope(order.client), len)
 
@@ -371,14 +371,15 @@ def test_dependence_is_found_in_the_round_where_it_shows(method: Method, rounds:
 def with_rounds(prepared: Prepared, rounds: int, cohort: int | None, seed: int = 0) -> Federation:
     """The prepared federation with other round settings; nothing is trained by making it."""
     old = prepared.federation
-    settings = RoundSettings(rounds, cohort, seed)
+    settings = make_settings(rounds, clients_per_round=cohort, seed=seed)
     return simulate(old.method, old.engine, list(old.clients.values()), old.examples, settings)
 
 
 def around(prepared: Prepared, wrapper: type[Wrapper]) -> Federation:
     """The prepared federation with a wrapper around its method, which the clients alone run."""
     old = prepared.federation
-    settings = replace(old.settings, clip_ratio=None)  # the server runs it, too, to see what an untrained client sends
+    # The server runs it, too, to see what an untrained client sends.
+    settings = old.settings.trust().model_copy(update={"clip_ratio": None})
     return simulate(wrapper(inner=old.method), old.engine, list(old.clients.values()), old.examples, settings)
 
 
@@ -402,7 +403,7 @@ def test_cohorts_follow_seed_and_round_alone(prepared: Prepared) -> None:
 def test_the_order_of_clients_does_not_matter(prepared: Prepared) -> None:
     old = prepared.federation
     backwards = list(old.clients.values())[::-1]
-    again = simulate(old.method, old.engine, backwards, old.examples, old.settings)
+    again = simulate(old.method, old.engine, backwards, old.examples, old.settings.trust())
     assert same(old.run_round(old.begin()).progress, again.run_round(again.begin()).progress)
 
 
@@ -476,7 +477,7 @@ def test_uniform_weights_count_clients_not_examples(prepared: Prepared) -> None:
             replies.append(dict(result[0].tensors))
             return result
 
-    federation = simulate(Listening(inner=old.method), old.engine, clients, old.examples, RoundSettings(1))
+    federation = simulate(Listening(inner=old.method), old.engine, clients, old.examples, make_settings(1))
     state = federation.run_round(federation.begin()).progress.state
     for name, value in state.tensors.items():
         mean = torch.stack([reply[name].double() for reply in replies]).mean(0)

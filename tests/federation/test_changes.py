@@ -31,12 +31,13 @@ from fedspan.federation.progress import Progress, RoundResult
 from fedspan.federation.protocol import Envelope, Order, decode_order
 from fedspan.federation.serialization import encode, encode_state
 from fedspan.federation.transport import Orders
-from fedspan.federation.validation import ReplyRules, build_untrained_reply, find_outliers
+from fedspan.federation.validation import build_untrained_reply, find_outliers
 from fedspan.methods.registry import METHODS
 from fedspan.wrappers.fedpaq import pack_levels, quantize, unpack_levels
 from helpers import tiny, tiny_images
 from helpers.families import methods_by_family, others_slow
 from helpers.reply_transport import Replies, ReplyingTransport
+from helpers.round_settings import with_rules
 from helpers.watched_rounds import method_config
 from helpers.wrapped_configs import wrapped_config
 
@@ -146,7 +147,7 @@ def test_two_replies_are_not_compared(reduction: str, tiny_folder: Path, prepare
     """One of them would decide how much the other counts."""
     config = tiny.config(tiny_folder, federation={"clients_per_round": None, "reduction": reduction})
     federation = tiny.variant(prepared, config).federation
-    federation.rules = ReplyRules(min_replies=2)
+    federation.settings = with_rules(federation.settings, min_replies=2)
     start, moved, replies = federation.begin().state.tensors, list[Tensors](), dict[str, Message]()
     other = min(federation.clients.keys() - {VICTIM})
     for factor in (1.0, 1000.0):
@@ -450,7 +451,7 @@ def _altered(value: Tensor) -> Iterator[tuple[str, Tensor]]:
 def _attacked(federation: Federation) -> int:
     """Attack every round with every mutation; return how many were refused."""
     transport = Recorded(federation)
-    federation.transport, federation.rules = transport, ReplyRules(retries=0)
+    federation.transport, federation.settings = transport, with_rules(federation.settings, retries=0)
     progress, refused = federation.begin(), 0
     for _ in range(ROUNDS):
         transport.altered = None

@@ -58,16 +58,10 @@ def differences(one: Progress, other: Progress) -> list[str]:
 
 
 def test_conditions_are_drawn_from_the_seed_alone() -> None:
-    conditions = Conditions(
-        3, 0.5, SpeedDistribution(distribution="lognormal", median=100.0, spread=2.0), Faults(share=0.3, kind="nan")
-    )
+    speed = SpeedDistribution(distribution="lognormal", median=100.0, spread=2.0)
+    faults = Faults(share=0.3, kind="nan")
+    conditions, again, other = (Conditions(seed=n, dropout=0.5, speed=speed, faults=faults) for n in (3, 3, 4))
     ids = [f"client-{number:02}" for number in range(40)]
-    again = Conditions(
-        3, 0.5, SpeedDistribution(distribution="lognormal", median=100.0, spread=2.0), Faults(share=0.3, kind="nan")
-    )
-    other = Conditions(
-        4, 0.5, SpeedDistribution(distribution="lognormal", median=100.0, spread=2.0), Faults(share=0.3, kind="nan")
-    )
     silent = {id: conditions.draw_silence(id, 0, 0, PHASES) for id in ids}
     assert silent == {id: again.draw_silence(id, 0, 0, PHASES) for id in reversed(ids)}
     assert silent != {id: other.draw_silence(id, 0, 0, PHASES) for id in ids}
@@ -81,7 +75,7 @@ def test_conditions_are_drawn_from_the_seed_alone() -> None:
 
 @pytest.mark.parametrize("distribution", ["lognormal", "uniform", "constant"])
 def test_speeds_have_their_median_and_spread(distribution: Any) -> None:
-    conditions = Conditions(0, speed=SpeedDistribution(distribution=distribution, median=50.0, spread=3.0))
+    conditions = Conditions(seed=0, speed=SpeedDistribution(distribution=distribution, median=50.0, spread=3.0))
     seconds = torch.tensor(
         [conditions.compute_seconds(f"c{number}", 100) for number in range(2000)], dtype=torch.float64
     )
@@ -93,7 +87,7 @@ def test_speeds_have_their_median_and_spread(distribution: Any) -> None:
         assert float(seconds.log().std()) == pytest.approx(math.log(3), rel=0.1)
     else:
         assert 100 / (50 * 3) <= float(seconds.min()) < float(seconds.max()) <= 3 * 100 / 50
-    assert Conditions(0).compute_seconds("c7", 200) == 0.0
+    assert Conditions(seed=0).compute_seconds("c7", 200) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -155,7 +149,7 @@ def test_a_deadline_leaves_slow_clients_out_on_the_simulated_clock(tiny_folder: 
     prepared = built(tiny_folder, simulation={"speed": speed})
     (everybody,) = rounds(prepared, 1)
     conditions, host = (
-        Conditions(prepared.config.seed, speed=SpeedDistribution(**speed)),
+        Conditions(seed=prepared.config.seed, speed=SpeedDistribution(**speed)),
         tiny.host_of(prepared.federation),
     )
     times = {id: conditions.compute_seconds(id, host.count_examples(id)) for id in IDS}
@@ -178,7 +172,7 @@ def test_over_selection_continues_with_the_first_that_reply(tiny_folder: Path) -
     assert len(result.progress.last_rounds) == 2
     assert set(result.late) == set(result.cohort) - set(result.progress.last_rounds)
     conditions, host = (
-        Conditions(prepared.config.seed, speed=SpeedDistribution(**speed)),
+        Conditions(seed=prepared.config.seed, speed=SpeedDistribution(**speed)),
         tiny.host_of(prepared.federation),
     )
     times = {id: conditions.compute_seconds(id, host.count_examples(id)) for id in result.cohort}

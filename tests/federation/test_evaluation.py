@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fedspan.assembly.run import Prepared, prepare
+from fedspan.federation.config import BufferedSettings
 from fedspan.federation.evaluation import ClientScores, Evaluator, RemoteEvaluator, ReportedEvaluator, summarize
 from fedspan.federation.federation import Federation
 from fedspan.federation.plausibility import (
@@ -23,12 +24,11 @@ from fedspan.federation.plausibility import (
 from fedspan.federation.progress import ClientData, Transfer
 from fedspan.federation.protocol import Envelope, Part, Reply, decode_order
 from fedspan.federation.round import exchange_model
-from fedspan.federation.settings import BufferedSettings
-from fedspan.federation.validation import ReplyRules
 from fedspan.runs.selection import Selection
 from fedspan.transports.in_process import simulate
 from helpers import tiny
 from helpers.reply_transport import Replies, ReplyingTransport
+from helpers.round_settings import with_rules
 
 
 def test_client_scores_pool_average_and_find_the_worst(prepared: Prepared) -> None:
@@ -221,12 +221,9 @@ def test_asynchronous_evaluations_do_not_wait_for_nodes_that_missed_the_last_one
             waited[-1] = True
             yield silent, "no reply within 3600 s"
 
-    settings = replace(old.settings, buffered=BufferedSettings(concurrency=2))
+    settings = with_rules(old.settings, buffered=BufferedSettings(concurrency=2), max_missed_rounds=2)
     transport = Silent(dict.fromkeys(old.clients, HONEST))
-    rules = ReplyRules(max_missed_rounds=2)
-    federation = Federation(
-        old.method, old.engine, list(old.clients.values()), old.examples, settings, transport, rules
-    )
+    federation = Federation(old.method, old.engine, list(old.clients.values()), old.examples, settings, transport)
     evaluator = RemoteEvaluator(federation, 32)
     for _ in range(6):
         scores, _ = evaluator.evaluate_clients(federation.begin())

@@ -186,7 +186,7 @@ def test_features_of_a_false_scale_count_little(prepared: Prepared, kind: Any, s
 
     def start(change: Callable[[Message], Message] | None) -> tuple[dict[str, Tensor], tuple[Failure, ...]]:
         run = tiny.variant(prepared, prepared.config)
-        run.federation.rules = replace(run.federation.rules, validate=True, norm_factor=None)
+        run.federation.settings = run.federation.settings.model_copy(update={"validates": True})
         all_clients = prepared.federation.clients
         if change is None:
             tiny.use_clients(
@@ -214,7 +214,8 @@ def test_features_of_a_false_scale_count_little(prepared: Prepared, kind: Any, s
 def test_a_reply_that_is_far_longer_than_the_others_is_dropped(prepared: Prepared) -> None:
     """It is measured as a whole: the size of the features, by which statistics count less, contains no targets."""
     run = tiny.variant(prepared, prepared.config)
-    run.federation.rules = replace(run.federation.rules, validate=True, norm_factor=10.0, min_replies=1)
+    rules = {"validates": True, "max_norm_ratio": 10.0, "min_replies": 1}
+    run.federation.settings = run.federation.settings.model_copy(update=rules)
     run.federation.transport = Rescaling(run.federation.transport, "east", mislabel(1000.0))
     start_of(replace(run, head=replace(prepared.head, kind="class-means")))
     ((client, reason),) = {(failure.client, failure.reason) for failure in run.federation.pop_events().failures}

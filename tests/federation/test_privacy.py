@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from fedspan.core.tensors import compute_norm as norm_of
 from fedspan.core.values import Client, Contribution, Reduced
 from fedspan.federation.aggregation.plaintext import create_reducer
 from fedspan.federation.changes import apply_change, clip_change, compute_change
+from fedspan.federation.config import RoundSettings
 from fedspan.federation.privacy import (
     CentralPrivacy,
     compute_client_noise,
@@ -23,14 +23,14 @@ from fedspan.federation.privacy import (
     compute_sampling_rate,
     draw_poisson_cohort,
 )
-from fedspan.federation.settings import RoundSettings
-from fedspan.training.jobs import Privacy
+from fedspan.training.config import Privacy
+from helpers.round_settings import make_settings
 
 SHAPES = {"layer/A": (2, 5), "layer/B": (7, 2), "extras/bias": (3,)}
 
 
 def central(**changes: Any) -> Privacy:
-    return replace(Privacy("central", clip=0.5, noise=1.0, rounds=4), **changes)
+    return Privacy(**{"mechanism": "central", "clip": 0.5, "noise": 1.0, "rounds": 4, **changes})
 
 
 def tensors(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
@@ -67,7 +67,7 @@ def moved(reply: Mapping[str, Tensor], origin: Mapping[str, Tensor], norm: float
 @settings(deadline=None, max_examples=40)
 def test_one_client_moves_the_sum_by_at_most_the_clip(count: int, seed: int, size: float, rng: Any) -> None:
     """What the accountant takes for granted, with the same noise on both sides, in any order of the replies."""
-    origin, everybody, rate = tensors(seed), 8, RoundSettings(4, cohort=5, privacy=central())
+    origin, everybody, rate = tensors(seed), 8, make_settings(4, clients_per_round=5, privacy=central())
     replies = {one.id: moved(tensors(seed + 1 + n), origin, size * (n + 1)) for n, one in enumerate(clients(count + 1))}
     order = list(replies)
     rng.shuffle(order)
@@ -99,7 +99,7 @@ def test_without_much_noise_it_is_the_mean_of_clipped_changes() -> None:
         one.id: moved(tensors(n + 1), origin, norm)
         for n, (one, norm) in enumerate(zip(clients(3), (0.1, 9, 0.4), strict=True))
     }
-    found = reduced(origin, replies, RoundSettings(4, privacy=central(noise=1e-12)), 3).mean
+    found = reduced(origin, replies, make_settings(4, privacy=central(noise=1e-9)), 3).mean
     changes = [clip_change(compute_change(Contribution(sum=reply), origin), 0.5)[0] for reply in replies.values()]
     assert [round(norm_of(change), 4) for change in changes] == [0.1, 0.5, 0.4]
     for name in SHAPES:
@@ -110,11 +110,11 @@ def test_without_much_noise_it_is_the_mean_of_clipped_changes() -> None:
 
 def test_the_expected_number_of_replies_is_released_and_never_the_real_one() -> None:
     origin = {"layer/A": torch.ones(200, 300)}
-    found = reduced(origin, {}, RoundSettings(4, cohort=2, privacy=central()), 8)
+    found = reduced(origin, {}, make_settings(4, clients_per_round=2, privacy=central()), 8)
     assert found.count == 2
     assert float((found.mean["layer/A"] - 1).std()) == pytest.approx(0.5 / 2, rel=0.02)
     # A client that trained nothing and one that does not reply leave the same: SCAFFOLD multiplies by the count
-    origin, settings = tensors(0), RoundSettings(4, cohort=3, privacy=central())
+    origin, settings = tensors(0), make_settings(4, clients_per_round=3, privacy=central())
     found = [
         reduced(origin, {**dict.fromkeys(["c000", "c001"]), **some}, settings, 6) for some in ({}, {"c001": origin})
     ]
@@ -127,7 +127,7 @@ def test_a_reduction_that_sums_nothing_is_not_released(reduction: Any) -> None:
     """The noise hides a client in a sum; how far one client moves a median has no such bound."""
     replies = {one.id: tensors(number + 1) for number, one in enumerate(clients(4))}
     with pytest.raises(ValueError, match="no sum"):
-        reduced(tensors(0), replies, RoundSettings(4, reduction=reduction, privacy=central()), 4)
+        reduced(tensors(0), replies, make_settings(4, reduction=reduction, privacy=central()), 4)
 
 
 def test_a_reply_that_does_not_fit_is_refused() -> None:
@@ -138,14 +138,14 @@ def test_a_reply_that_does_not_fit_is_refused() -> None:
         ({**tensors(1), "layer/A": torch.full((2, 5), math.nan)}, "not finite"),
     ):
         with pytest.raises(ValueError, match=why):
-            reduced(origin, {"c000": wrong}, RoundSettings(4, privacy=central()), 1)
+            reduced(origin, {"c000": wrong}, make_settings(4, privacy=central()), 1)
     with pytest.raises(ValueError, match="are stacked"):
         compute_change(Contribution(stack=tensors(0)), origin)
 
 
 def test_cohorts_are_poisson_samples() -> None:
     """Each client by itself with the rate: the number of them varies, as the accountant's theorem wants it."""
-    settings, privacy = RoundSettings(400, cohort=6, seed=5), central()
+    settings, privacy = make_settings(400, clients_per_round=6, seed=5), central()
     sizes = torch.tensor([len(draw_poisson_cohort(privacy, settings, 20, number)) for number in range(2000)]).double()
     assert float(sizes.mean()) == pytest.approx(6, rel=0.03)
     assert float(sizes.var()) == pytest.approx(20 * 0.3 * 0.7, rel=0.1)
@@ -153,10 +153,10 @@ def test_cohorts_are_poisson_samples() -> None:
     for number in range(2000):
         counts[draw_poisson_cohort(privacy, settings, 20, number)] += 1
     assert float((counts / 2000 - 0.3).abs().max()) < 0.05
-    assert draw_poisson_cohort(privacy, replace(settings, cohort=None), 3, 0) == [0, 1, 2]
+    assert draw_poisson_cohort(privacy, settings.model_copy(update={"clients_per_round": None}), 3, 0) == [0, 1, 2]
     assert draw_poisson_cohort(privacy, settings, 20, 3) == draw_poisson_cohort(privacy, settings, 20, 3)
     # whoever knows the seed, as every node does, must not know the cohort
-    secret = replace(privacy, key=derive_seed_key(99), secret=True)
+    secret = central(key=derive_seed_key(99), secret=True)
     assert [draw_poisson_cohort(secret, settings, 20, n) for n in range(5)] != [
         draw_poisson_cohort(privacy, settings, 20, n) for n in range(5)
     ]
@@ -165,9 +165,9 @@ def test_cohorts_are_poisson_samples() -> None:
 def test_cohorts_come_from_the_whole_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from torch's generator, which has 2^32 streams."""
     monkeypatch.setattr(torch, "Generator", lambda *_: pytest.fail("a generator of torch"))
-    settings = RoundSettings(400, cohort=100, seed=5)
+    settings = make_settings(400, clients_per_round=100, seed=5)
     keys = (bytes(32), bytes(31) + b"\1", b"\1" + bytes(31))
-    cohorts = [tuple(draw_poisson_cohort(replace(central(), key=key), settings, 200, 3)) for key in keys]
+    cohorts = [tuple(draw_poisson_cohort(central(key=key), settings, 200, 3)) for key in keys]
     assert len(set(cohorts)) == 3
 
 
@@ -184,14 +184,14 @@ def test_secret_noise_never_serves_twice() -> None:
 
 
 def test_what_a_round_costs() -> None:
-    settings = RoundSettings(4, cohort=5, privacy=central())
+    settings = make_settings(4, clients_per_round=5, privacy=central())
     (charge,) = compute_round_charges(settings, 20)
     assert (charge.payer, charge.mechanism.rate, charge.mechanism.noise, charge.count) == ("", 0.25, 1.0, 1)
-    assert compute_round_charges(replace(settings, privacy=central(mechanism="local")), 20) == ()
-    assert compute_round_charges(replace(settings, privacy=None), 20) == ()
+    assert compute_round_charges(settings.model_copy(update={"privacy": central(mechanism="local")}), 20) == ()
+    assert compute_round_charges(settings.model_copy(update={"privacy": None}), 20) == ()
     assert compute_sampling_rate(settings, 3) == 1.0
     target = central(noise=None, epsilon=2.0, rounds=50)
-    local = replace(target, mechanism="local")
+    local = target.model_copy(update={"mechanism": "local"})
     assert compute_client_noise(local, 0.1) == compute_client_noise(local, 1.0)
     assert (
         compute_client_noise(target, 0.1)

@@ -19,21 +19,21 @@ from fedspan.clients.refusals import refuse
 from fedspan.core.values import Client, Message, Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
+from fedspan.federation.config import BufferedSettings
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData, Failure, Progress, RoundResult, Transfer
 from fedspan.federation.protocol import Envelope, Order, Part, Reply, decode_order, decode_reply
 from fedspan.federation.round import RoundExchange, compute_mean_loss
 from fedspan.federation.round_context import RoundContext, Tally
-from fedspan.federation.settings import BufferedSettings, RoundSettings
-from fedspan.federation.validation import ReplyRules
 from fedspan.methods.fedit import FedIT
 from fedspan.training.accounting import Charge
-from fedspan.training.jobs import Privacy, TrainingSettings
+from fedspan.training.config import Privacy, TrainingSettings
 from fedspan.wrappers.extras import WithExtras
 from helpers import tiny
 from helpers.refusals import refused
 from helpers.remote_federation import remote, require_whole_resend
 from helpers.reply_transport import Replies, ReplyingTransport
+from helpers.round_settings import make_settings, with_rules
 from helpers.toys.problem import Problem
 
 Spoil = Callable[[Order, Reply], Envelope | str]
@@ -215,7 +215,7 @@ def test_a_round_that_some_reply_to_late_is_that_of_a_round_that_all_reply_to(bu
 def chosen(built: Prepared, count: int, folder: Path, more: int, spoil: Spoil = good) -> Federation:
     """Rounds that want some of the clients and ask more."""
     made = federation(built, folder, spoil, over_select=more)
-    made.settings = replace(made.settings, cohort=count)
+    made.settings = made.settings.model_copy(update={"clients_per_round": count})
     return made
 
 
@@ -308,9 +308,9 @@ def build_context(ids: tuple[str, ...] = ("b", "c"), **changes: Any) -> RoundCon
         for id, examples in {"a": 100, "b": 2, "c": 1000}.items()
     }
     fields: dict[str, Any] = {
-        "settings": RoundSettings(3, max_weight_ratio=4.0),
+        "settings": make_settings(3, max_weight_ratio=4.0),
         "state": ServerState(5, {}),
-        **dict.fromkeys(("method", "training", "rules", "transport"), UNUSED),
+        **dict.fromkeys(("method", "training", "transport"), UNUSED),
         **changes,
     }
     return RoundContext(clients=clients, ids=ids, draw_order=ids, target=len(ids), run="run", **fields)
@@ -319,7 +319,7 @@ def build_context(ids: tuple[str, ...] = ("b", "c"), **changes: Any) -> RoundCon
 def test_weights_are_limited_among_the_selected_clients() -> None:
     assert build_context().limit_weights() == {"b": 2.0, "c": 8.0}
     assert build_context(("a", "b", "c")).limit_weights() == {"a": 100.0, "b": 2.0, "c": 400.0}
-    assert build_context(settings=RoundSettings(3)).limit_weights() == {"b": 2.0, "c": 1000.0}
+    assert build_context(settings=make_settings(3)).limit_weights() == {"b": 2.0, "c": 1000.0}
 
 
 def test_a_second_exchange_has_the_weights_of_the_first() -> None:
@@ -420,12 +420,10 @@ def exchange(heard: Heard, *, last_rounds: Mapping[str, int] | None = None) -> t
     none = np.array([], dtype=np.int64)
     ids = ("a", "b", "bad")
     clients = {id: ClientData(Client(id, 2, 1.0, 3, 3.0), none, none, none) for id in ids}
-    settings, rules = RoundSettings(10), ReplyRules(validate=False)
+    settings = make_settings(10)
     training = TrainingSettings(lr=0.5, schedule="linear")
     transport: Any = SimpleNamespace(accept_replies=lambda ids: {}, get_simulated_seconds=lambda: 7.5)
-    context = RoundContext(
-        method, settings, training, clients, state, ids, ids, 3, rules, transport, run="name of the run"
-    )
+    context = RoundContext(method, settings, training, clients, state, ids, ids, 3, transport, run="name of the run")
     aggregation, tally = Accepting(), Tally()
     progress = Progress(state, last_rounds=last_rounds or {}, last_replies={"b": 1})
     listeners = (heard.listen("arrival"), heard.listen("client"), heard.listen("failure"))
@@ -508,7 +506,7 @@ def test_the_result_has_what_counted_and_what_clients_store() -> None:
     assert list(result.lowered.items()) == [("a", 0.25), ("b", 0.5)]
     assert result.failures == ()
     aggregation.replies["a"] = replace(aggregation.replies["a"], parts=(Part(loss=-1.0, examples=1.0),))
-    made.context = replace(made.context, rules=ReplyRules())
+    made.context = replace(made.context, settings=with_rules(made.context.settings))
     checked = made.build_result(Reduced(mean=mean, count=2), attempt=3)
     assert checked.loss == 2.0
     ((failure),) = checked.failures
@@ -523,8 +521,8 @@ def test_the_change_of_an_old_order_is_scaled_down(exponent: float, staleness: i
     assert BufferedSettings(concurrency=4, staleness_exponent=exponent).compute_factor(staleness) == factor
 
 
-CENTRAL = Privacy("central", clip=1.0, noise=0.5)
-LOCAL = Privacy("local", clip=1.0, noise=0.5)
+CENTRAL = Privacy(mechanism="central", clip=1.0, noise=0.5)
+LOCAL = Privacy(mechanism="local", clip=1.0, noise=0.5)
 
 
 @pytest.mark.parametrize(
@@ -539,7 +537,7 @@ LOCAL = Privacy("local", clip=1.0, noise=0.5)
     ],
 )
 def test_changes_are_scaled_down_under_the_mean_without_central_privacy(changes: dict[str, Any], clips: bool) -> None:
-    assert RoundSettings(3, **changes).clips == clips
+    assert make_settings(3, **changes).clips == clips
 
 
 def test_headers_survive_the_way(built: Prepared) -> None:

@@ -12,7 +12,6 @@ from fedspan.core.tensors import join_tensor_name
 from fedspan.core.values import OptimizerState, Spec, Trained
 from fedspan.federation import federation as product
 from fedspan.federation.progress import ClientData
-from fedspan.federation.settings import RoundSettings
 from fedspan.methods.fedavg import FedAvg
 from fedspan.methods.fedgalore import FedGaLore
 from fedspan.methods.fedhm import FedHM
@@ -36,6 +35,7 @@ from fedspan.wrappers.fedadam import FedAdam
 from fedspan.wrappers.fedpaq import FedPAQ
 from fedspan.wrappers.fedprox import FedProx
 from fedspan.wrappers.scaffold import Scaffold
+from helpers.round_settings import make_settings
 from helpers.toys.problem import LAYERS, Problem
 from helpers.toys.rounds import Double, Federation, adamw, close, sgd, with_extras
 
@@ -81,7 +81,7 @@ def _product(toy: Federation) -> product.Federation:
         for id, party in toy.parties.items()
     ]
     engine = LoopEngine(toy.problem.adapted(), toy.problem.task, toy.training, seed=7)
-    return simulate(toy.method, engine, all_clients, toy.problem.examples, RoundSettings(rounds=ROUNDS))
+    return simulate(toy.method, engine, all_clients, toy.problem.examples, make_settings(ROUNDS))
 
 
 @pytest.mark.parametrize("name", [*METHODS, *WRAPPED])

@@ -19,12 +19,12 @@ from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.changes import MODEL, ChangeSize
+from fedspan.federation.config import SecureSettings
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientState, RoundResult
 from fedspan.federation.protocol import Envelope, Order, Reply, decode_order
 from fedspan.federation.round_context import RoundContext, Tally
 from fedspan.federation.second_exchange import build_second_context
-from fedspan.federation.settings import SecureSettings
 from helpers import secure_rounds, tiny
 from helpers.refusals import refused
 from helpers.remote_federation import remote
@@ -303,7 +303,7 @@ def test_a_client_that_over_selection_does_not_need_is_in_no_second_exchange(tin
 
 def test_an_outlier_of_the_second_exchange_is_measured_as_it_counts(built: Prepared, tmp_path: Path) -> None:
     """Changes are compared after scaling by the first exchange's factors, at twice the ratio."""
-    made, _ = connect(built, tmp_path, norm_factor=2.0)
+    made, _ = connect(built, tmp_path, max_norm_ratio=2.0)
     first = made._build_context(made.begin())
     assert find_outlying(first, {LOST: 2.1}) == {LOST}
     order = made.method.build_second_order(first.state, Reduced(zeros_of(made, "Y")))

@@ -78,5 +78,4 @@ def serve(given: dict[str, Any], service: NodeService) -> tuple[Prepared, Direct
     assert introduction.base == compute_base_digest(prepared.model)
     transport = Direct(service)
     clients = build_server_clients(prepared.config, prepared.engine.adapted.spec, {CLIENT: introduction.examples})
-    rules = prepared.config.federation.build_reply_rules()
-    return connect(prepared, transport, rules, clients=clients, run="run"), transport
+    return connect(prepared, transport, clients=clients, run="run"), transport

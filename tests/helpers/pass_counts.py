@@ -12,8 +12,8 @@ from fedspan.assembly.run import prepare
 from fedspan.config import parse_config
 from fedspan.core.values import Job, Trained
 from fedspan.training.batched import BatchedEngine
+from fedspan.training.config import EngineConfig
 from fedspan.training.jobs import Assignment
-from fedspan.training.stacking import StackingRequest
 
 PASSES = ("method fedit", "task causal-lm")
 """Runs of an encoder and of a decoder, by their names in ``device_runs.RUNS``."""
@@ -42,8 +42,8 @@ def count_pass(
     lengths = prepared.train.lengths
     indices = np.flatnonzero(lengths == np.bincount(lengths).argmax())[:steps]  # one layout of all passes
     assert len(indices) == steps
-    request = StackingRequest(clients, 1)
-    engine = BatchedEngine(prepared.engine.adapted, prepared.task, prepared.engine.settings, 0, request)
+    options = EngineConfig(clients_per_pass=clients, workers=1, prefix_cache=False)
+    engine = BatchedEngine(prepared.engine.adapted, prepared.task, prepared.engine.settings, 0, options)
     message, assignments = federation.method.sync(state, client), dict[str, Assignment]()
     for number in range(clients):  # a host decodes a message to several clients once
         job = federation.method.start(message, replace(client, id=f"client-{number:02}"), {}, 0)

@@ -11,8 +11,8 @@ from fedspan.clients.store import DiskClientStore
 from fedspan.errors import FedspanError
 from fedspan.federation.federation import Federation
 from fedspan.federation.protocol import Envelope, decode_order
-from fedspan.federation.validation import ReplyRules
 from fedspan.training.loop import LoopEngine
+from helpers.round_settings import with_rules
 
 from .reply_transport import Replies, ReplyingTransport
 
@@ -48,8 +48,8 @@ def remote(
         id: Host(here.method, loop, {id: client_data}, here.examples, client_store, 32)
         for id, client_data in here.clients.items()
     }
-    rest = here.settings, make(hosts), ReplyRules(**rules)
-    return Federation(here.method, engine, here.clients, here.examples, *rest)
+    settings = with_rules(here.settings, **rules)
+    return Federation(here.method, engine, here.clients, here.examples, settings, make(hosts))
 
 
 def require_whole_resend(federation: Federation, folder: Path) -> None:

@@ -35,10 +35,10 @@ from fedspan.crypto.keys import (
 from fedspan.crypto.masks import Integers, Ring, add_mask
 from fedspan.crypto.shares import SHARE, combine, split
 from fedspan.errors import FedspanError
+from fedspan.federation.config import SecureSettings
 from fedspan.federation.protocol import ClientFacts, Masking, Order
 from fedspan.federation.secagg import messages
 from fedspan.federation.serialization import encode
-from fedspan.federation.settings import SecureSettings
 
 START = {"layer/A": torch.zeros(2, 3)}
 CLIP = 10.0

@@ -79,6 +79,5 @@ def served(
         prepared.config, prepared.engine.adapted.spec, {id: one.examples for id, one in told.items()}
     )
     transport = Direct(make, lost)
-    rules = prepared.config.federation.build_reply_rules()
     agreed = invitation.digest
-    return connect(prepared, transport, rules, clients=clients, run="run", agreed=agreed), transport
+    return connect(prepared, transport, clients=clients, run="run", agreed=agreed), transport

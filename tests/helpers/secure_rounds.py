@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,15 @@ from fedspan.clients.store import DiskClientStore
 from fedspan.core.method import Wrapper
 from fedspan.core.values import Reduced, ServerState
 from fedspan.crypto.masks import Ring
-from fedspan.federation.aggregation.secure import SecureAggregation
+from fedspan.federation.config import SecureSettings
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.federation.protocol import Envelope, Order
 from fedspan.federation.secagg.messages import Phase, decode_request
-from fedspan.federation.settings import SecureSettings
 from fedspan.federation.transport import Orders
-from fedspan.federation.validation import ReplyRules
 from fedspan.training.loop import LoopEngine
 from fedspan.transports.in_process import simulate
+from helpers.round_settings import with_rules
 
 from .reply_transport import Replies, ReplyingTransport
 
@@ -133,10 +131,8 @@ def secured(
         engine,
         here.clients,
         here.examples,
-        here.settings,
+        with_rules(here.settings, secure=settings or SecureSettings(), **rules),
         stage,
-        ReplyRules(**rules),
-        partial(SecureAggregation, secure=settings or SecureSettings()),
     )
     return federation, stage
 
@@ -144,14 +140,14 @@ def secured(
 def among(federation: Federation, *ids: str) -> Federation:
     """The federation in one process, of some clients alone."""
     clients = [federation.clients[id] for id in ids]
-    return simulate(federation.method, federation.engine, clients, federation.examples, federation.settings)
+    return simulate(federation.method, federation.engine, clients, federation.examples, federation.settings.trust())
 
 
 def bound(federation: Federation, asked: Collection[str], survivors: Collection[str]) -> float:
     """What an entry of a mean may be off by, of clients who were asked to train and of those who did."""
     weights = {id: federation.clients[id].client.weight for id in asked}
-    assert isinstance(federation.new_aggregation, partial)
-    secure = federation.new_aggregation.keywords["secure"]
+    secure = federation.settings.secure
+    assert secure is not None
     ring = Ring(secure.bits, secure.clip, len(weights))
     return ring.bound_error(len(survivors)) * max(weights.values()) / sum(weights[id] for id in survivors)
 

@@ -190,7 +190,7 @@ def variant(
     training, privacy = config.build_training_settings(), config.build_privacy_settings()
     made = engine(adapted, prepared.task, training, config.seed, privacy=privacy)
     wrapped = watch(config.wrap_method(method))
-    federation = simulate(wrapped, made, known, prepared.train, config.build_round_settings())
+    federation = simulate(wrapped, made, known, prepared.train, config.build_round_settings().trust())
     evaluator = Evaluator(federation, config.evaluation.batch_size)
     return replace(prepared, config=config, engine=made, federation=federation, evaluator=evaluator)
 

@@ -17,7 +17,6 @@ from fedspan.core.base import to_dense
 from fedspan.core.lowrank import LowRank
 from fedspan.core.tensors import is_extra, join_tensor_name, split_extras
 from fedspan.core.values import Job, Message
-from fedspan.federation.settings import RoundSettings
 from fedspan.methods.la_lora import LALoRA
 from fedspan.methods.local_only import LocalOnly
 from fedspan.training.batching import draw_training_batches
@@ -26,6 +25,7 @@ from fedspan.training.loop import LoopEngine
 from fedspan.transports.in_process import simulate
 from helpers import tiny
 from helpers.dense_rounds import COHORTS, LR, STEPS, get_pairs, require_state
+from helpers.round_settings import make_settings
 from helpers.toys.oracle import average, copied, descend, pair_gradients
 from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Federation, close, sgd, to_double, with_extras
@@ -68,7 +68,7 @@ def test_fedit_of_one_client_is_plain_training_of_a_peft_model(
     training = {"optimizer": optimizer, "lr": 0.05, **options}
     made = tiny.variant(prepared, method_config(tiny_folder, "fedit", training=training, federation={"rounds": 3}))
     client_data = made.federation.clients["north"]
-    federation = simulate(made.federation.method, made.engine, [client_data], made.train, RoundSettings(3))
+    federation = simulate(made.federation.method, made.engine, [client_data], made.train, make_settings(3))
     progress = begin = federation.begin()
     lora = LoraConfig(r=3, lora_alpha=6, target_modules=tiny.BERT, modules_to_save=["classifier"], task_type="SEQ_CLS")
     model = get_peft_model(tiny.fresh_classifier(tiny_folder / "bert"), lora)

@@ -16,11 +16,11 @@ from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.penalties import SlotProduct
 from fedspan.core.tensors import join_tensor_name, select_slots
 from fedspan.core.values import Client, LayerSpec, Reduced, ServerState, Spec, StackItem
-from fedspan.federation.validation import ReplyRules
 from fedspan.methods.fedhm import FedHM
 from fedspan.methods.hetlora import HetLoRA
 from helpers import tiny
 from helpers.dense_rounds import require_state
+from helpers.round_settings import with_rules
 from helpers.toys.oracle import Pairs, average, pair_gradients
 from helpers.toys.problem import HEAD, LAYERS, Problem
 from helpers.toys.rounds import Federation, close, sgd, with_extras
@@ -177,7 +177,7 @@ def test_honest_replies_of_pruned_clients_are_accepted(tiny_folder: Path, prepar
     """Validation compares with what the client itself was sent, and takes one that prunes once more."""
     method = {"gamma": 0.5, "penalty": 100.0, "r": 8}
     federation = tiny.variant(prepared, method_config(tiny_folder, "hetlora", method=method)).federation
-    federation.rules = ReplyRules(retries=0)
+    federation.settings = with_rules(federation.settings, retries=0)
     progress = federation.begin()
     for _ in range(4):
         result = federation.run_round(progress)

@@ -16,10 +16,10 @@ from fedspan.errors import FedspanError
 from fedspan.federation.progress import Progress
 from fedspan.tasks.task import Examples
 from fedspan.training.batched import BatchedEngine
+from fedspan.training.config import EngineConfig
 from fedspan.training.engine import Engine
-from fedspan.training.jobs import Assignment, PrefixSettings
+from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
-from fedspan.training.stacking import StackingRequest
 from helpers import tiny
 from helpers.families import FAMILIES, UNLIKE, methods_by_family
 from helpers.watched_rounds import differences, method_config
@@ -40,10 +40,11 @@ class Collecting(LoopEngine):
         return super().train(work, examples)
 
 
-def engine_of(prepared: Prepared, at_once: int | None, prefix: PrefixSettings | None = None) -> Engine:
+def engine_of(prepared: Prepared, at_once: int | None, prefix_cache: bool = False) -> Engine:
     """The loop, or the batched engine with so many clients at once."""
     parts = (prepared.engine.adapted, prepared.task, prepared.config.build_training_settings(), prepared.config.seed)
-    return LoopEngine(*parts) if at_once is None else BatchedEngine(*parts, StackingRequest(at_once, 1), prefix)
+    options = EngineConfig(clients_per_pass=at_once, workers=1, prefix_cache=prefix_cache)
+    return LoopEngine(*parts) if at_once is None else BatchedEngine(*parts, options)
 
 
 def run_rounds(prepared: Prepared, engine: Engine) -> Progress:
@@ -169,7 +170,7 @@ def test_a_federation_of_every_method_is_the_same_with_several_clients_at_once(
     prepared = tiny.variant(whole, config)
     expected = run_rounds(prepared, engine_of(prepared, None)).state.tensors
     for at_once in AT_ONCE if layers is None else (3,):
-        engine = engine_of(prepared, at_once, None if layers is None else PrefixSettings())
+        engine = engine_of(prepared, at_once, layers is not None)
         found = run_rounds(prepared, engine).state.tensors
         assert apart(expected, found) < (1e-3 if key in ADAMW else 1e-5)
         assert (engine._workers[0].loop.prefixes.get_cache(prepared.train) is not None) == (layers is not None)

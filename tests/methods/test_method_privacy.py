@@ -22,9 +22,9 @@ from fedspan.federation.serialization import encode_state
 from fedspan.methods.registry import METHODS
 from fedspan.tasks.task import Examples
 from fedspan.training.batched import BatchedEngine
+from fedspan.training.config import EngineConfig
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
-from fedspan.training.stacking import StackingRequest
 from helpers import refusals, tiny
 from helpers.families import UNLIKE, methods_by_family, others_slow
 from helpers.remote_federation import remote
@@ -143,7 +143,8 @@ def test_the_engines_agree(key: str, mechanism: str, prepared: Prepared, tiny_fo
     run = tiny.variant(prepared, settings(tiny_folder, key, mechanism, training={"optimizer": "sgd", "lr": 0.1}))
     _, by_loop = run_rounds(run.federation)
     parts = (run.engine.adapted, run.task, run.engine.settings, run.engine.seed)
-    tiny.use_engine(run.federation, BatchedEngine(*parts, StackingRequest(3, 1), privacy=run.engine.privacy))
+    options = EngineConfig(clients_per_pass=3, workers=1, prefix_cache=False)
+    tiny.use_engine(run.federation, BatchedEngine(*parts, options, privacy=run.engine.privacy))
     _, batched = run_rounds(run.federation)
     for name, value in by_loop.state.tensors.items():
         other = batched.state.tensors[name]

@@ -16,7 +16,7 @@ from fedspan.assembly.run import Prepared
 from fedspan.config import parse_config
 from fedspan.core.tensors import Tensors
 from fedspan.errors import FedspanError
-from fedspan.federation.settings import SecureSettings
+from fedspan.federation.config import SecureSettings
 from fedspan.methods.registry import METHODS
 from helpers import refusals, secure_rounds, tiny
 from helpers.families import others_slow

@@ -20,9 +20,9 @@ from fedspan.models.layout import Move, Padded, TokenLayout, pack_bins, round_up
 from fedspan.models.unpadded import Unpadded
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.batching import Padding
+from fedspan.training.config import EngineConfig
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
-from fedspan.training.stacking import StackingRequest
 from helpers import tiny, tiny_decoders
 from helpers.families import others_slow
 
@@ -57,7 +57,9 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[TokenLayout]:
 def trained(prepared: Prepared, padding_free: bool) -> tuple[Mapping[str, Tensor], LoopEngine]:
     """One client's first job."""
     federation, settings = prepared.federation, prepared.config.build_training_settings()
-    engine = LoopEngine(prepared.engine.adapted, prepared.task, settings, 0, None, padding_free)
+    engine = LoopEngine(
+        prepared.engine.adapted, prepared.task, settings, 0, EngineConfig(padding_free=padding_free, prefix_cache=False)
+    )
     id, client_data = next((id, one) for id, one in federation.clients.items() if len(one.train))
     state = federation.begin().state
     client = federation.get_client(id, federation.begin())
@@ -185,11 +187,9 @@ def test_several_clients_at_once(
     states: list[Mapping[str, Tensor]] = []
     for padding_free in (False, True):
         prepared = built("deep-bert", tiny_folder, decoders, **changes)
-        prefix = prepared.config.engine.build_prefix_settings(8)
+        options = EngineConfig(clients_per_pass=3, workers=workers, padding_free=padding_free)
         settings = prepared.config.build_training_settings()
-        engine = BatchedEngine(
-            prepared.engine.adapted, prepared.task, settings, 0, StackingRequest(3, workers), prefix, padding_free
-        )
+        engine = BatchedEngine(prepared.engine.adapted, prepared.task, settings, 0, options, hidden_batch_size=8)
         tiny.use_engine(prepared.federation, engine)
         states.append(tiny.final_tensors(prepared))
         assert engine.refusal is None
@@ -225,7 +225,7 @@ def test_evaluation_attends_as_with_padding(
 def verified_padding(prepared: Prepared) -> Padding:
     """Return the padding of an engine after its verification on the training data."""
     settings = prepared.config.build_training_settings()
-    padding = LoopEngine(prepared.engine.adapted, prepared.task, settings, 0, None, padding_free=True).padding
+    padding = LoopEngine(prepared.engine.adapted, prepared.task, settings, 0, EngineConfig(prefix_cache=False)).padding
     padding.ensure(prepared.train)
     return padding
 

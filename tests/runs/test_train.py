@@ -280,8 +280,7 @@ def make_machines(*silent: int) -> tuple[start.HostRun, list[Machines]]:
 
     def host(run_folder: RunFolder, prepared: Prepared, run_rounds: Callable[[Prepared], RunReport]) -> RunReport:
         made.append(Machines(run_folder.path.resolve(), silent))
-        rules = prepared.config.federation.build_reply_rules()
-        return run_rounds(connect(prepared, made[-1], rules, nodes=get_nodes_folder(run_folder.path)))
+        return run_rounds(connect(prepared, made[-1], nodes=get_nodes_folder(run_folder.path)))
 
     return host, made
 

@@ -283,8 +283,7 @@ def test_a_node_trains_and_continues_after_a_restart(decoders: Path, tmp_path: P
     introduction = introduced(transport.service, values)
     assert introduction.refused is None
     clients = build_server_clients(prepared.config, prepared.engine.adapted.spec, {CLIENT: introduction.examples})
-    rules = prepared.config.federation.build_reply_rules()
-    federation = connect(prepared, transport, rules, clients=clients, run="run").federation
+    federation = connect(prepared, transport, clients=clients, run="run").federation
     first = federation.run_round(federation.begin())
     second = federation.run_round(first.progress)
     assert 0 < second.loss < first.loss

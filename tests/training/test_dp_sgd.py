@@ -30,7 +30,8 @@ from fedspan.federation.validation import build_untrained_jobs
 from fedspan.training import accounting, dp_sgd
 from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, calibrate_noise, compute_epsilon
 from fedspan.training.batching import draw_job_batches
-from fedspan.training.jobs import Assignment, Privacy, TrainingSettings
+from fedspan.training.config import EngineConfig, Privacy, TrainingSettings
+from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from fedspan.training.noisy_sum import NoisySum
 from helpers import tiny, tiny_masked, tiny_seq2seq
@@ -38,6 +39,7 @@ from helpers.captured_log import CapturedLog
 from helpers.refusals import refused
 
 PRIVACY = {"mechanism": "dp-sgd", "noise": 1e-9, "clip": 0.3}
+SETTINGS = Privacy(mechanism="dp-sgd", noise=1.0)
 
 
 def run_of(prepared: Prepared, folder: Path, privacy: Mapping[str, Any] = PRIVACY, **changes: Any) -> Prepared:
@@ -132,9 +134,8 @@ def test_dropout_of_an_example_is_the_same_in_every_pass(
         training = {"batch_size": batch_size, "gradient_accumulation_steps": accumulate, "lora_dropout": 0.4}
         run = run_of(prepared, tiny_folder, training=training)
         work, settings = work_of(run), run.engine.settings
-        engine = LoopEngine(
-            run.engine.adapted, run.task, settings, 0, padding_free=padding_free, privacy=run.engine.privacy
-        )
+        options = EngineConfig(padding_free=padding_free, prefix_cache=False)
+        engine = LoopEngine(run.engine.adapted, run.task, settings, 0, options, privacy=run.engine.privacy)
         sizes = {len(sample) for sample in dp_sgd.draw_poisson_batches(run.engine.privacy, settings, work)}
         assert max(sizes) > 2, "one pass takes all examples, the other does not"
         found.append(engine.train(work, run.train))
@@ -252,10 +253,9 @@ def test_there_are_as_many_steps_as_without_privacy(
 
     batches = sum(1 for _ in draw_job_batches(plain, 0, work, Lengths()))
     assert dp_sgd.compute_private_steps(plain, job, count) == math.ceil(batches / accumulate)
-    privacy = Privacy("dp-sgd", 1.0, 1.0)
-    samples = list(dp_sgd.draw_poisson_batches(privacy, plain, work))
+    samples = list(dp_sgd.draw_poisson_batches(SETTINGS, plain, work))
     assert len(samples) == dp_sgd.compute_private_steps(plain, job, count)
-    assert dp_sgd.release_of(privacy, plain, [job, job], count)[1] == 2 * len(samples)
+    assert dp_sgd.release_of(SETTINGS, plain, [job, job], count)[1] == 2 * len(samples)
     for sample in samples:
         assert len(set(sample.tolist())) == len(sample)
 
@@ -263,7 +263,7 @@ def test_there_are_as_many_steps_as_without_privacy(
 def test_samples_are_poisson() -> None:
     plain = TrainingSettings(batch_size=5, local_steps=4000)
     work = Assignment("a", 0, Job({}, {}, ()), np.arange(100, 125), 0.1)
-    samples = list(dp_sgd.draw_poisson_batches(Privacy("dp-sgd", 1.0, 1.0), plain, work))
+    samples = list(dp_sgd.draw_poisson_batches(SETTINGS, plain, work))
     sizes = np.array([len(sample) for sample in samples])
     assert sizes.mean() == pytest.approx(5, rel=0.02)
     assert sizes.var() == pytest.approx(25 * 0.2 * 0.8, rel=0.08)
@@ -278,10 +278,8 @@ def test_samples_come_from_the_whole_key(monkeypatch: pytest.MonkeyPatch) -> Non
     plain = TrainingSettings(batch_size=5, local_steps=40)
     work = Assignment("a", 0, Job({}, {}, ()), np.arange(25), 0.1)
     keys = (bytes(32), bytes(31) + b"\1", b"\1" + bytes(31))
-    samples = [
-        [sample.tolist() for sample in dp_sgd.draw_poisson_batches(Privacy("dp-sgd", 1.0, 1.0, key=key), plain, work)]
-        for key in keys
-    ]
+    private = [SETTINGS.model_copy(update={"key": key}) for key in keys]
+    samples = [[sample.tolist() for sample in dp_sgd.draw_poisson_batches(one, plain, work)] for one in private]
     assert all(one != other for one, other in itertools.combinations(samples, 2))
 
 
@@ -292,7 +290,7 @@ def test_a_secret_sample_serves_one_model() -> None:
         Assignment("a", 0, Job({}, {"x": torch.full((2,), value)}, ()), np.arange(25), 0.1) for value in (0.0, 1.0)
     ]
     for secret in (True, False):
-        privacy = Privacy("dp-sgd", 1.0, 1.0, secret=secret)
+        privacy = SETTINGS.model_copy(update={"secret": secret})
         first, again, other = (
             [sample.tolist() for sample in dp_sgd.draw_poisson_batches(privacy, plain, work)]
             for work in (*works[:1], *works)
@@ -353,7 +351,7 @@ def test_a_task_that_draws_its_inputs_is_refused(tmp_path: Path) -> None:
 def noisy_sum(noise: float, key: bytes = derive_seed_key(0), secret: bool = False, origin: str = "") -> NoisySum:
     like = {"layer/A": torch.zeros(150, 200), "layer/B": torch.zeros(3)}
     job = Job({}, like, ())
-    privacy = Privacy("dp-sgd", 0.5, noise, key=key, secret=secret)
+    privacy = Privacy(mechanism="dp-sgd", clip=0.5, noise=1.0, key=key, secret=secret)
     return NoisySum(privacy, Assignment("a", 0, job, np.arange(9), 0.1, None, noise, origin=origin), like)
 
 
@@ -426,7 +424,8 @@ def measure_fit(noisy: Tensor, candidate: Tensor) -> float:
 
 
 def test_an_example_whose_gradient_is_not_finite_adds_nothing() -> None:
-    privacy, work = Privacy("dp-sgd", 1.0, 1e-9), Assignment("a", 0, Job({}, {}, ()), np.arange(3), 0.1)
+    privacy = SETTINGS.model_copy(update={"noise": 1e-9})
+    work = Assignment("a", 0, Job({}, {}, ()), np.arange(3), 0.1)
     gradients = {"x": torch.tensor([[3.0, 4.0], [math.inf, 0.0], [0.3, 0.4]]), "y": torch.tensor([0.0, 1.0, math.nan])}
     noisy = NoisySum(privacy, work, {"x": torch.zeros(2), "y": torch.zeros(())})
     noisy.add(gradients)

@@ -33,9 +33,10 @@ from fedspan.training import stacking, worker
 from fedspan.training.batched import BatchedEngine, balance, run_parallel
 from fedspan.training.batching import draw_epoch_batches, draw_training_batches, split_evaluation_batches
 from fedspan.training.client_slot import SharedTensors
+from fedspan.training.config import TrainingSettings
 from fedspan.training.engine import train_one_by_one
 from fedspan.training.features import trains_output_layer
-from fedspan.training.jobs import Assignment, TrainingSettings, convert_out_of_memory
+from fedspan.training.jobs import Assignment, convert_out_of_memory
 from fedspan.training.loop import LoopEngine
 from fedspan.training.stages import Stage, Stages
 from helpers import tiny, tiny_decoders, tiny_images, tiny_masked, tiny_seq2seq, tiny_tags

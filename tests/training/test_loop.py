@@ -26,7 +26,8 @@ from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.tasks.causal import CausalLM
 from fedspan.tasks.preference import PreferenceTuning
-from fedspan.training.jobs import Assignment, TrainingSettings
+from fedspan.training.config import TrainingSettings
+from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from fedspan.training.optimizers import LocalOptimizer
 from fedspan.training.projector_refresh import build_untrained_tensors, close_segment, refresh_due, refresh_projectors

@@ -22,14 +22,16 @@ from fedspan.core.values import Job, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.prefix import FrozenPrefix, list_live_modules
 from fedspan.tasks.task import Examples
-from fedspan.training.jobs import Assignment, PrefixSettings
+from fedspan.training.config import EngineConfig
+from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCache
 from fedspan.training.prefix_rows import compute_prefix_key, share_prefixes, start_next_run, store_in_use
+from fedspan.training.services import PLAIN
 from helpers import tiny, tiny_decoders, tiny_images
 from helpers.families import others_slow
 
-MEMORY = PrefixSettings()
+MEMORY = EngineConfig(name="loop")
 LAST: Mapping[str, Any] = {"layers_to_transform": [1]}
 TEXTS = ("deep-bert", "roberta", "distilbert", "gpt2")
 SINGLE = ("llama-lm", "qwen-lm", "opt-lm", "gemma-lm")
@@ -56,9 +58,16 @@ def built(kind: str, folders: Mapping[str, Path], model: Mapping[str, Any] = LAS
     return prepare(tiny.config(folders["text"], kind, model=model, **changes))
 
 
-def engine_of(prepared: Prepared, prefix: PrefixSettings | None) -> LoopEngine:
+def store_in(budget: int, folder: Path | None = None) -> EngineConfig:
+    """Options of the loop engine with so many bytes of memory for hidden states."""
+    return EngineConfig(
+        name="loop", prefix_memory=budget / 2**30, prefix_folder=None if folder is None else str(folder)
+    )
+
+
+def engine_of(prepared: Prepared, options: EngineConfig) -> LoopEngine:
     settings = prepared.config.build_training_settings()
-    return LoopEngine(prepared.engine.adapted, prepared.task, settings, prepared.config.seed, prefix)
+    return LoopEngine(prepared.engine.adapted, prepared.task, settings, prepared.config.seed, options)
 
 
 def job_of(prepared: Prepared, id: str, dtype: torch.dtype) -> Job:
@@ -107,7 +116,7 @@ def test_a_job_in_float64_is_the_same(kind: str, folders: Mapping[str, Path]) ->
     tolerance = 1e-6 if kind in SINGLE else 1e-9
     id = list(prepared.federation.clients)[-1]
     job = job_of(prepared, id, torch.float64)
-    plain, cached = engine_of(prepared, None), engine_of(prepared, MEMORY)
+    plain, cached = engine_of(prepared, PLAIN), engine_of(prepared, MEMORY)
     wanted = trained(plain, prepared, job, id)
     assert cached.prefixes.explain_refusal(prepared.train) is None
     found = trained(cached, prepared, job, id)
@@ -127,7 +136,7 @@ def test_predictions_are_the_same_in_float32(kind: str, folders: Mapping[str, Pa
     id = next(iter(prepared.federation.clients))
     job, indices = job_of(prepared, id, torch.float32), np.arange(len(prepared.train))[::-1]
     cached = engine_of(prepared, MEMORY)
-    wanted = engine_of(prepared, None).predict(job, prepared.train, indices, 7)
+    wanted = engine_of(prepared, PLAIN).predict(job, prepared.train, indices, 7)
     with uses(prepared.engine.adapted) as seen:
         found = cached.predict(job, prepared.train, indices, 7)
         seen.clear()
@@ -145,7 +154,7 @@ def test_methods_that_inspect_more_than_factors(method: str, folders: Mapping[st
     )
     prepared.engine.adapted.model.double()
     job = job_of(prepared, "south", torch.float64)
-    wanted = trained(engine_of(prepared, None), prepared, job, "south")
+    wanted = trained(engine_of(prepared, PLAIN), prepared, job, "south")
     found = trained(engine_of(prepared, MEMORY), prepared, job, "south")
     assert apart(wanted.tensors, found.tensors) < 1e-9
     if wanted.gradient:
@@ -156,8 +165,8 @@ def test_a_whole_federation_whose_base_moves(folders: Mapping[str, Path]) -> Non
     """FLoRA merges into the base every round; clients are drawn again; float32 with SGD."""
     prepared = built("deep-bert", folders, method={"name": "flora", "r": 2}, training={"optimizer": "sgd", "lr": 0.05})
     states: list[Mapping[str, Tensor]] = []
-    for prefix in (None, MEMORY):
-        tiny.use_engine(prepared.federation, engine_of(prepared, prefix))
+    for options in (PLAIN, MEMORY):
+        tiny.use_engine(prepared.federation, engine_of(prepared, options))
         progress = tiny.run_all_rounds(prepared)
         total = {name: delta for name, delta in progress.state.base.total.items() if isinstance(delta, Tensor)}
         assert len(total) == len(prepared.engine.adapted.layers)
@@ -203,7 +212,7 @@ def test_a_model_in_bfloat16(folders: Mapping[str, Path]) -> None:
     engine = engine_of(prepared, MEMORY)
     assert engine.prefixes.explain_refusal(prepared.train) is None
     found = trained(engine, prepared, job, "south")
-    assert apart(trained(engine_of(prepared, None), prepared, job, "south").tensors, found.tensors) < 0.02
+    assert apart(trained(engine_of(prepared, PLAIN), prepared, job, "south").tensors, found.tensors) < 0.02
 
 
 def test_beyond_the_budget_a_file_holds_them_and_leaves_nothing_behind(
@@ -211,9 +220,7 @@ def test_beyond_the_budget_a_file_holds_them_and_leaves_nothing_behind(
 ) -> None:
     prepared = built("deep-bert", folders)
     job = job_of(prepared, "south", torch.float32)
-    inside, mapped = (
-        engine_of(prepared, PrefixSettings(budget=budget, folder=tmp_path / "made" / "here")) for budget in (1 << 20, 0)
-    )
+    inside, mapped = (engine_of(prepared, store_in(budget, tmp_path / "made" / "here")) for budget in (1 << 20, 0))
     caches = [engine.prefixes.get_cache(prepared.train) for engine in (inside, mapped)]
     assert [cache is not None and cache.mapped for cache in caches] == [False, True]
     results = [trained(engine, prepared, job, "south") for engine in (inside, mapped)]
@@ -228,19 +235,19 @@ def test_the_budget_is_for_all_data_sets_together(folders: Mapping[str, Path]) -
     cache, reason = PrefixCache.make(adapted, task, prepared.train, budget=1 << 20)
     assert cache is not None, reason
     assert cache.nbytes == (1 + int(prepared.train.lengths.sum())) * 16 * 4
-    engine = engine_of(prepared, PrefixSettings(budget=cache.nbytes))
+    engine = engine_of(prepared, store_in(cache.nbytes))
     assert engine.prefixes.explain_refusal(prepared.train) is None
     assert str(engine.prefixes.explain_refusal(prepared.test)).endswith("exceed the budget of 0, and there is no file")
     job = job_of(prepared, "south", torch.float32)
     indices = np.arange(len(prepared.test))
-    wanted = engine_of(prepared, None).predict(job, prepared.test, indices, 5)
+    wanted = engine_of(prepared, PLAIN).predict(job, prepared.test, indices, 5)
     assert torch.equal(engine.predict(job, prepared.test, indices, 5), wanted)
 
 
 def test_a_folder_that_can_not_be_made(folders: Mapping[str, Path], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     prepared = built("deep-bert", folders)
-    engine = engine_of(prepared, PrefixSettings(budget=0, folder=tmp_path / "file"))
+    engine = engine_of(prepared, store_in(0, tmp_path / "file"))
     assert "can't hold" in str(engine.prefixes.explain_refusal(prepared.train))
 
 
@@ -251,7 +258,7 @@ def test_generation_does_not_use_it(kind: str, folders: Mapping[str, Path]) -> N
     job, indices = job_of(prepared, id, torch.float32), np.arange(9)
     engine = engine_of(prepared, MEMORY)
     engine.predict(job, prepared.train, indices, 4)
-    wanted = engine_of(prepared, None).predict(job, prepared.train, indices, 4, generate=True)
+    wanted = engine_of(prepared, PLAIN).predict(job, prepared.train, indices, 4, generate=True)
     assert torch.equal(engine.predict(job, prepared.train, indices, 4, generate=True), wanted)
 
 
@@ -318,7 +325,7 @@ def test_there_is_none_where_it_would_not_be_exact(
     if spoil is None:
         id = next(iter(prepared.federation.clients))
         job = job_of(prepared, id, torch.float32)
-        wanted = trained(engine_of(prepared, None), prepared, job, id)
+        wanted = trained(engine_of(prepared, PLAIN), prepared, job, id)
         assert apart(wanted.tensors, trained(engine, prepared, job, id).tensors) == 0
 
 
@@ -432,9 +439,6 @@ def test_replicas_in_threads_share_what_is_computed(folders: Mapping[str, Path])
                 assert torch.allclose(prepared.task.compute_loss(caches.adapted.model, batch), wanted, rtol=1e-5)
 
 
-SETTINGS = PrefixSettings(1 << 30, None, 8)
-
-
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Examples of every pass through a prefix."""
@@ -453,14 +457,15 @@ def build_deep(folder: Path, **changes: Any) -> Prepared:
     return prepare(tiny.config(folder, "deep-bert", model=LAST, **changes))
 
 
-def cache_of(prepared: Prepared, settings: PrefixSettings = SETTINGS) -> PrefixCache:
+def cache_of(prepared: Prepared, options: EngineConfig = MEMORY) -> PrefixCache:
     """That of an engine made now."""
     engine = LoopEngine(
         prepared.engine.adapted,
         prepared.task,
         prepared.config.build_training_settings(),
         prepared.config.seed,
-        settings,
+        options,
+        hidden_batch_size=8,
     )
     cache = engine.prefixes.get_cache(prepared.train)
     return cache
@@ -472,7 +477,7 @@ def parts(prepared: Prepared) -> list[np.ndarray]:
 
 def filled(cache: PrefixCache, sets: list[np.ndarray]) -> list[torch.Tensor]:
     for indices in sets:
-        cache.ensure([indices], SETTINGS.batch_size)
+        cache.ensure([indices], 8)
     return [cache.compute_hidden(indices.tolist()) for indices in sets]
 
 
@@ -599,9 +604,7 @@ def test_a_series_has_the_bits_of_its_runs_alone(tiny_folder: Path, tmp_path: Pa
 
 def test_threads_of_an_engine_share_the_batches(tiny_folder: Path, computed: list[int]) -> None:
     """Each batch is computed once, from one part's examples, and as one thread computes it."""
-    prepared = build_deep(
-        tiny_folder, engine={"name": "batched", "workers": 2}, evaluation={"batch_size": SETTINGS.batch_size}
-    )
+    prepared = build_deep(tiny_folder, engine={"name": "batched", "workers": 2}, evaluation={"batch_size": 8})
     mine = parts(prepared)
     mine.append(np.concatenate([mine[0][:3], mine[1]]))  # no example is computed twice
     expected = filled(cache_of(prepared), mine)

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -25,6 +25,7 @@ from fedspan.runs.baselines import BASELINES
 from fedspan.tasks.task import Examples
 from fedspan.training import batching, stacking, worker
 from fedspan.training.batched import BatchedEngine
+from fedspan.training.config import EngineConfig
 from fedspan.training.worker import Worker
 from helpers import tiny, tiny_decoders, tiny_images
 from helpers.families import others_slow
@@ -101,9 +102,12 @@ def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pyte
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation=federation))
     found = tiny.final_tensors(prepared)
     engine = prepared.engine
-    stacking_request = stacking.StackingRequest(engine.stacking.clients_per_pass, engine.stacking.workers)
+    plan = asdict(engine.stacking)
     tiny.use_engine(
-        prepared.federation, BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed, stacking_request)
+        prepared.federation,
+        BatchedEngine(
+            engine.adapted, engine.task, engine.settings, engine.seed, EngineConfig(**plan, prefix_cache=False)
+        ),
     )
     again = tiny.final_tensors(prepared)
     assert all(torch.equal(value, again[name]) for name, value in found.items())
@@ -127,7 +131,7 @@ def test_measuring_stays_within_its_tokens(tokens: float) -> None:
         taken += 3 * passes * plan.clients_per_pass * plan.workers * 100
         return 1e-3 / plan.clients_per_pass
 
-    found = stacking.search(stacking.StackingRequest(), 200, 2, measure, budget)
+    found = stacking.search(EngineConfig(), 200, 2, measure, budget)
     assert taken <= tokens
     if tokens == 1e6:
         assert found == stacking.StackingPlan(64, 1)
@@ -144,7 +148,7 @@ def test_measuring_stops_after_ten_seconds(seconds: float, monkeypatch: pytest.M
         now[0] += pace * 3 * plan.clients_per_pass * plan.workers * 100
         return pace
 
-    found = stacking.search(stacking.StackingRequest(), 200, 2, measure, budget)
+    found = stacking.search(EngineConfig(), 200, 2, measure, budget)
     assert now[0] <= 10
     assert budget.exhausted
     assert (found is None) == (seconds == 0.02)  # one plan takes 6 s, and its neighbor twice as long
@@ -199,9 +203,7 @@ def test_passes_that_do_not_fit_into_memory_are_not_chosen(
         clients = plan.clients_per_pass * plan.workers
         return 1e-6 / plan.clients_per_pass if clients <= fitting else math.inf
 
-    found = stacking.search(
-        stacking.StackingRequest(), 50, threads, measure, stacking.MeasurementBudget(math.inf, pass_tokens=10)
-    )
+    found = stacking.search(EngineConfig(), 50, threads, measure, stacking.MeasurementBudget(math.inf, pass_tokens=10))
     if expected is not None:
         assert found == stacking.StackingPlan(*expected)
     assert max(plan.clients_per_pass for plan in tried) <= max(4, 4 * fitting)

@@ -120,7 +120,7 @@ def test_averaged_statistics_are_means_and_counts_the_largest(resnet: Prepared, 
     clients = list(federation.clients.values())
     if weights == "uniform":
         clients = [replace(one, client=replace(one.client, weight=1.0)) for one in clients]
-    settings = replace(federation.settings, clip_ratio=None)
+    settings = federation.settings.model_copy(update={"clip_ratio": None})
     federation = simulate(federation.method, federation.engine, clients, federation.examples, settings)
     progress = federation.begin()
     for round in (1, 2):

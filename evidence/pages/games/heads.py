@@ -98,12 +98,11 @@ def train_head(heads: Heads, parts: Sequence[np.ndarray], number: int, rounds: i
     ]
     settings, secure = run.settings, None
     if settings.privacy is not None:
-        settings = replace(settings, privacy=replace(settings.privacy, key=derive_seed_key(number)))
+        privacy = settings.privacy.model_copy(update={"key": derive_seed_key(number)})
+        settings = settings.model_copy(update={"privacy": privacy})
     if heads.nodes.config.federation.secure is not None:
         secure = {data.client.id: SecureClient(data.client.id, MemorySessionStore()) for data in clients}
-    federation = simulate(
-        *(run.method, run.engine, clients, heads.nodes.train, settings, run.rules, run.new_aggregation), secure=secure
-    )
+    federation = simulate(run.method, run.engine, clients, heads.nodes.train, settings, secure=secure)
     began = time.process_time()
     progress = begin_at_random(federation)
     for _ in range(rounds):

@@ -18,7 +18,7 @@ from fedspan.training.references import copy_reference
 from fedspan.transports.in_process import InProcess
 
 if TYPE_CHECKING:
-    from fedspan.transports.ray.team import Resources, Team
+    from fedspan.transports.ray.team import Team
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,6 @@ def build_host(kit: WorkerKit) -> Host:
     trainer = build_trainer(config, kit.labels, clients, device, kit.key, targets=kit.targets)
     examples = copy_reference(trainer.task, kit.examples)
     return build_simulated_transport(trainer, build_clients(config, trainer.method, kit.partition), examples).host
-
-
-def get_resources(config: RunConfig) -> Resources:
-    """Return where a config's workers run and what each of them takes."""
-    from fedspan.transports.ray.team import Resources
-
-    cluster = config.cluster
-    assert cluster is not None
-    return Resources(
-        cluster.address, cluster.workers, cluster.threads_per_worker, cluster.gpus_per_worker, cluster.start_timeout
-    )
 
 
 def connect_workers(

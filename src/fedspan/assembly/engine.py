@@ -22,10 +22,10 @@ from fedspan.run_folder import RunFolder
 from fedspan.tasks.settings import TaskSettings
 from fedspan.tasks.task import RunTask, Task
 from fedspan.training.batched import BatchedEngine
+from fedspan.training.config import Privacy, TrainingSettings
 from fedspan.training.engine import Engine
-from fedspan.training.jobs import Privacy, TrainingSettings
 from fedspan.training.loop import LoopEngine
-from fedspan.training.stacking import StackingPlan, StackingRequest
+from fedspan.training.stacking import StackingPlan
 from fedspan.training.stages import Stages
 
 _FILLING: Any = torch.utils.deterministic
@@ -78,16 +78,12 @@ def make_engine(
         shared_with: Another engine on the same model and task, whose prefix caches and time for measuring are shared.
     """
     options, seed = config.engine, config.seed
-    prefix = (
-        options.build_prefix_settings(config.evaluation.batch_size) if shared_with is None else shared_with.prefixes
-    )
+    size, rounds = config.evaluation.batch_size, config.federation.rounds
+    prefixes = None if shared_with is None else shared_with.prefixes
     stages = stages or (None if shared_with is None else shared_with.stages)
     if options.name != "batched":
-        return LoopEngine(adapted, task, settings, seed, prefix, stages=stages, privacy=privacy)
-    request, rounds = StackingRequest(options.clients_per_pass, options.workers), config.federation.rounds
-    engine = BatchedEngine(
-        adapted, task, settings, seed, request, prefix, options.padding_free, stages, rounds, privacy
-    )
+        return LoopEngine(adapted, task, settings, seed, options, prefixes, stages, privacy, size)
+    engine = BatchedEngine(adapted, task, settings, seed, options, prefixes, stages, rounds, privacy, size)
     if isinstance(shared_with, BatchedEngine):
         engine.measuring = shared_with.measuring
     return engine
@@ -123,8 +119,8 @@ def keep_stacking_plan(run_folder: RunFolder, engine: Engine) -> None:
         raise FedspanError(
             "engine", str(run_folder.engine), "a file with two numbers, clients_per_pass and workers"
         ) from None
-    request = engine.request
-    engine.stacking = StackingPlan(request.clients_per_pass or plan.clients_per_pass, request.workers or plan.workers)
+    options = engine.options
+    engine.stacking = StackingPlan(options.clients_per_pass or plan.clients_per_pass, options.workers or plan.workers)
     if engine.stacking != plan:
         run_folder.write_json(run_folder.engine, asdict(engine.stacking))
 

@@ -14,7 +14,6 @@ from fedspan.assembly.engine import RunTrainer
 from fedspan.assembly.head import find_new_head
 from fedspan.clients.mappings import LazyMapping
 from fedspan.config import RunConfig
-from fedspan.config.federation import FederationConfig, FractionRanks, RandomRanks
 from fedspan.core.method import Method, RegisteredMethod, compute_scaling
 from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client
@@ -22,10 +21,16 @@ from fedspan.crypto import require_packages
 from fedspan.data.partition import Partition
 from fedspan.errors import FedspanError, suggest_nearest
 from fedspan.federation.conditions import Conditions
+from fedspan.federation.config import (
+    MIN_SECURE_CLIENTS,
+    Arrivals,
+    FractionRanks,
+    RandomRanks,
+    RoundSettings,
+)
 from fedspan.federation.federation import Federation
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
-from fedspan.federation.settings import MIN_SECURE_CLIENTS, Arrivals, RoundSettings
 from fedspan.logs import read_lines
 from fedspan.run_folder import RunFolder
 from fedspan.tasks.task import Examples, get_labels
@@ -46,10 +51,8 @@ def build_simulated_federation(
         host.engine,
         host.clients,
         host.examples,
-        _read_arrivals(config.federation, config.build_round_settings(key)),
+        _read_arrivals(config.build_simulation_settings(key)),
         transport,
-        config.build_simulation_rules(),
-        config.federation.build_aggregation(),
         presence=_build_presence(config, tuple(clients)),
     )
 
@@ -149,21 +152,21 @@ def build_clients(
     return LazyMapping(ids, build_client)
 
 
-def _read_arrivals(federation: FederationConfig, settings: RoundSettings) -> RoundSettings:
+def _read_arrivals(settings: RoundSettings) -> RoundSettings:
     """Return the settings of rounds with the arrivals of the run that the config repeats, if it repeats one."""
-    if federation.buffered is None or federation.buffered.replay is None:
+    if settings.buffered is None or settings.buffered.replay is None:
         return settings
-    run = RunFolder(federation.buffered.replay)
+    run = RunFolder(settings.buffered.replay)
     rows = list(read_lines(run.metrics)) if run.metrics.is_file() else []
     rounds = [row for row in rows if row["round"]]
     if not rounds or not all("arrivals" in row for row in rounds):
         expected = "the folder of a run with federation.buffered"
         raise FedspanError("federation.buffered.replay", str(run.path), expected)
-    if len(rounds) < federation.rounds and federation.early_stopping is None:  # with it, the run may end as early
-        problem = f"the record has the arrivals of {len(rounds)} rounds, and federation.rounds is {federation.rounds}"
+    if len(rounds) < settings.rounds and settings.early_stopping is None:  # with it, the run may end as early
+        problem = f"the record has the arrivals of {len(rounds)} rounds, and federation.rounds is {settings.rounds}"
         raise FedspanError("federation.buffered.replay", str(run.path), problem=problem)
     arrivals: Arrivals = tuple(_parse_row(cast(Any, row)) for row in rounds)
-    return replace(settings, arrivals=arrivals)
+    return settings.model_copy(update={"arrivals": arrivals})
 
 
 def _parse_row(row: dict[str, Any]) -> tuple[tuple[str, int], ...]:

@@ -10,7 +10,6 @@ from fedspan.config import RunConfig
 from fedspan.core.heads import HeadStatistics
 from fedspan.core.tensors import split_extras
 from fedspan.errors import FedspanError
-from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.federation import Federation
 from fedspan.federation.head_start import HeadStart, compute_head_tensors, is_start_pretrained, start_head
 from fedspan.federation.progress import ClientState, Progress
@@ -22,8 +21,6 @@ from fedspan.models.sentence_encoders import PooledClassifier
 from fedspan.tasks.losses import get_logits
 from fedspan.wrappers.head_rounds import HeadRounds, NewHead
 
-STATISTICS_CLIP = 2.0
-"""Norm to which a client's statistics are clipped in a secure sum; with features of norm 1 it is 3 ** 0.5 at most."""
 _AS_PASSED = (
     "the head starts with the weights of the model that was passed; if it is untrained, set model.head_init: {}"
 )
@@ -50,7 +47,7 @@ def build_head_start(config: RunConfig, model: RunModel) -> tuple[HeadStart | No
     bound, definition = _compute_bound(config, model.adapted, layer), config.task_definition
     has_words = definition.target_type == "labels" and kind != "by-label"
     most_words = config.model.max_length if has_words else 1
-    return HeadStart(kind, layer, bound, config.federation.build_aggregation(STATISTICS_CLIP), most_words), ()
+    return HeadStart(kind, layer, bound, most_words), ()
 
 
 def find_new_head(config: RunConfig, model: RunModel) -> NewHead | None:
@@ -102,8 +99,8 @@ def _get_feature_norm(adapted: AdaptedModel, pair: float = 2.0) -> float | None:
 
 
 def compute_baseline_head(head: HeadStart | None) -> HeadStart | None:
-    """Return the head's start of a baseline, whose data are in this process: in plaintext and not clipped."""
-    return None if head is None else replace(head, bound=0.0, new_aggregation=PlaintextAggregation)
+    """Return the head's start of a baseline, whose data are in this process: not clipped."""
+    return None if head is None else replace(head, bound=0.0)
 
 
 def begin(federation: Federation, head: HeadStart | None) -> Progress:

@@ -22,7 +22,6 @@ from fedspan.assembly.model import RunModel, adapt_model, adopt_adapter, require
 from fedspan.assembly.run import LocalRun, Prepared
 from fedspan.assembly.task import collect_task_settings
 from fedspan.config import RunConfig, parse_config
-from fedspan.config.sections import EngineConfig
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.data.partition import ClientPart, ClientParts, Partition
 from fedspan.errors import FedspanError
@@ -30,6 +29,7 @@ from fedspan.federation.evaluation import ReportedEvaluator
 from fedspan.models.head import find_frozen_heads, find_untrained_head
 from fedspan.models.sentence_encoders import omit_pooler, read_pooling
 from fedspan.tasks.trainer import TrainerExamples, TrainerTask
+from fedspan.training.config import EngineConfig
 from fedspan.training.stages import Stages
 from fedspan.training.trainers.local import LocalTrainer
 from fedspan.training.trainers.processes import Processes, count_processes

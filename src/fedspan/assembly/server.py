@@ -20,14 +20,13 @@ from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client, Spec
 from fedspan.crypto import require_packages
 from fedspan.errors import FedspanError
+from fedspan.federation.config import RoundSettings
 from fedspan.federation.evaluation import RemoteEvaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.head_start import HeadStart
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData
-from fedspan.federation.settings import RoundSettings
 from fedspan.federation.transport import Transport
-from fedspan.federation.validation import ReplyRules
 from fedspan.training.stages import Stages
 
 if TYPE_CHECKING:
@@ -102,12 +101,12 @@ def build_server_clients(
 def connect(
     built: ServerRun | Prepared,
     transport: Transport,
-    rules: ReplyRules,
     *,
     clients: Mapping[str, ClientData] | None = None,
     nodes: Path | None = None,
     run: str = "",
     agreed: str = "",
+    least: int = 1,
     presence: Presence | None = None,
     begin_round: Callable[[int], tuple[Mapping[str, ClientData], Presence]] | None = None,
 ) -> Prepared:
@@ -118,6 +117,7 @@ def connect(
         clients: The clients; None: those of a run in this process.
         nodes: Folder where the clients store their state, if this process can read it.
         agreed: Digest of the config that all nodes were sent.
+        least: Number of accepted replies that a round needs in any case, unless its cohort is smaller.
         presence: The rounds in which each client is present; None: every client in every round.
         begin_round: Decides before a round about the clients (``Federation``); None: they stay.
     """
@@ -133,10 +133,8 @@ def connect(
         built.engine,
         clients,
         examples,
-        replace(settings, agreed=agreed),
+        settings.model_copy(update={**dict(config.federation), "agreed": agreed, "least": least, "validates": True}),
         transport,
-        rules,
-        config.federation.build_aggregation(),
         run,
         exporting=nodes is None,
         training=training,

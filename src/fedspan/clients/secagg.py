@@ -72,6 +72,7 @@ from fedspan.crypto.shares import SHARE, split
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.changes import clip_change, compute_change
+from fedspan.federation.config import MIN_SECURE_CLIENTS
 from fedspan.federation.protocol import ClientFacts, Masking, Order
 from fedspan.federation.secagg.messages import (
     MASKED,
@@ -95,7 +96,6 @@ from fedspan.federation.secagg.messages import (
     create_initial_values,
     flatten,
 )
-from fedspan.federation.settings import MIN_SECURE_CLIENTS
 
 
 class SecureClient:

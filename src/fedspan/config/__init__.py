@@ -3,9 +3,7 @@
 Every mistake raises a ``FedspanError`` that names the field, the value and what would be right.
 """
 
-from fedspan.config.federation import FederationConfig
 from fedspan.config.method import MethodConfig, WrapperConfig
-from fedspan.config.model import ModelConfig
 from fedspan.config.reading import (
     ConfigLike,
     load_config,
@@ -17,7 +15,8 @@ from fedspan.config.reading import (
     to_plain_values,
 )
 from fedspan.config.run import RunConfig
-from fedspan.config.sections import EvaluationConfig
+from fedspan.federation.config import EvaluationConfig, FederationConfig
+from fedspan.models.config import ModelConfig
 
 __all__ = [
     "ConfigLike",

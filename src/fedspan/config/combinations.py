@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from fedspan.config.sections import RunSections
-from fedspan.core.method import Method
+from fedspan.core.method import Claims, Method
 from fedspan.core.values import Client, Job, LayerSpec, Reduced, ServerState, Spec
 from fedspan.data.files import FROM_TRAINERS, NOWHERE
 from fedspan.errors import FedspanError, suggest_nearest
-from fedspan.federation.settings import MAX_SECURE_CLIENTS
+from fedspan.federation.config import MAX_SECURE_CLIENTS, FederationConfig
 from fedspan.federation.validation import compute_origin
 from fedspan.methods.registry import get_method_class
+from fedspan.training.config import PrivacyConfig
 
 
 def require_combination(config: RunSections) -> None:
@@ -33,7 +34,7 @@ def require_combination(config: RunSections) -> None:
         )
         raise FedspanError("federation.reduction", config.federation.reduction, "mean", problem=problem)
     if config.privacy is not None:
-        config.privacy.require_fit(config.method.title, method.declare_claims(), config.federation)
+        require_privacy_fit(config.method.title, config.privacy, config.federation, method.declare_claims())
         if config.evaluation.diagnostics is not None:
             problem = "it cannot be combined with privacy, because diagnostics inspect updates without noise"
             raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)
@@ -54,6 +55,38 @@ def require_combination(config: RunSections) -> None:
     if config.evaluation.metric is not None and config.evaluation.metric not in metrics:
         expected = f"a metric of {config.task}: {', '.join(metrics)}"
         raise FedspanError("evaluation.metric", config.evaluation.metric, expected)
+
+
+def require_privacy_fit(method: str, privacy: PrivacyConfig, federation: FederationConfig, claims: Claims) -> None:
+    """Check that a run's replies can be privatized."""
+    reasons = {
+        "it transmits nothing": claims.sends == "nothing",
+        "what a client chooses to send tells of its data": claims.budgets and privacy.mechanism != "dp-sgd",
+        "its server combines replies one by one": claims.reduction != "sum" and privacy.mechanism == "central",
+        "its rounds have two exchanges, each of which would need noise of its own": claims.second_exchange
+        and privacy.mechanism != "dp-sgd",
+        "noise would spoil what it sends beside tensors that all clients start from": claims.sends != "values"
+        and privacy.mechanism == "local",
+    }
+    if reason := next((reason for reason, applies in reasons.items() if applies), None):
+        raise FedspanError(
+            "privacy.mechanism",
+            privacy.mechanism,
+            problem=f"{method} cannot be combined with {privacy.mechanism} privacy: {reason}",
+        )
+    if privacy.mechanism == "central":
+        for field, value, right in (
+            ("reduction", federation.reduction, "mean"),
+            ("weights", federation.weights, "uniform"),
+            ("ranks", federation.ranks, None),
+            ("over_select", federation.over_select, 0),
+            ("clients_per_round", federation.secure and federation.clients_per_round, None),
+        ):
+            if value != right:
+                beside = " and federation.secure" if field == "clients_per_round" else ""
+                problem = f"{value!r} cannot be combined with privacy.mechanism: central{beside}"
+                remedy = "Leave it out" if right is None else f"Set it to {right}"
+                raise FedspanError(f"federation.{field}", value, problem=f"{problem}. {remedy}")
 
 
 def _require_buffered_fit(config: RunSections) -> None:

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from fedspan.config.reading import read_values
-from fedspan.config.tags import Tags
 from fedspan.config.validation_errors import convert_validation_errors
 from fedspan.data.multiple_files import list_placeholders
 from fedspan.errors import FedspanError, require_printable
+from fedspan.federation.tags import Tags
 from fedspan.section import Section
 
 _MIB = 2**20

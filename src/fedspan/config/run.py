@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Self, cast
 
 from pydantic import model_validator
 
 from fedspan.config.combinations import explain_random_head, require_combination
-from fedspan.config.federation import FederationConfig
 from fedspan.config.sections import RunSections
 from fedspan.core.factors import require_rank
 from fedspan.core.heads import HeadKind
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Spec
 from fedspan.errors import FedspanError
-from fedspan.federation.settings import RoundSettings
-from fedspan.federation.validation import ReplyRules
+from fedspan.federation.config import RoundSettings
 
 if TYPE_CHECKING:
     from fedspan.data.loading import LoadedData
@@ -67,16 +64,19 @@ class RunConfig(RunSections):
         has_speeds = self.simulation is not None and self.simulation.speed is not None
         self.federation.require_simulated(has_speeds=has_speeds)
 
-    def build_simulation_rules(self) -> ReplyRules | None:
-        """Return the rules by which a simulated round is accepted; None: every selected client has to reply.
+    def build_round_settings(self, key: bytes | None = None) -> RoundSettings:
+        """Return the settings of rounds for the engines; ``key`` as in ``build_privacy_settings``."""
+        return RoundSettings(**dict(self.federation), seed=self.seed, privacy=self.build_privacy_settings(key))
 
-        A simulation has rules if it has conditions or secure aggregation, or if one of the rules in ``federation`` is
-        not the default.
+    def build_simulation_settings(self, key: bytes | None = None) -> RoundSettings:
+        """Return the settings of simulated rounds, with trusted clients unless the config asks for more.
+
+        It does so by conditions, secure aggregation, or a rule for accepting replies that is not the default.
         """
-        rules, conditions = self.federation.build_reply_rules(), self.simulation
-        if conditions is None and self.federation.secure is None and rules == FederationConfig().build_reply_rules():
-            return None
-        return rules if conditions is None else replace(rules, validate=conditions.validation)
+        settings, conditions = self.build_round_settings(key), self.simulation
+        if conditions is None:
+            return settings.trust() if settings.secure is None and settings.has_default_rules else settings
+        return settings.model_copy(update={"validates": conditions.validation})
 
     @property
     def data_seed(self) -> int:
@@ -102,22 +102,6 @@ class RunConfig(RunSections):
             sources=sources,
             client_column=self.partition.column,
             ignores_labels=ignores_labels,
-        )
-
-    def build_round_settings(self, key: bytes | None = None) -> RoundSettings:
-        """Return the settings of rounds for the engines; ``key`` as in ``build_privacy_settings``."""
-        f, privacy = self.federation, self.build_privacy_settings(key)
-        return RoundSettings(
-            rounds=f.rounds,
-            cohort=f.clients_per_round,
-            seed=self.seed,
-            reduction=f.reduction,
-            trim=f.trim,
-            clip_ratio=f.clip_ratio,
-            max_norm=f.max_norm,
-            max_weight_ratio=f.max_weight_ratio,
-            privacy=privacy,
-            buffered=f.buffered,
         )
 
     def build_method(self, spec: Spec) -> RegisteredMethod:

@@ -1,273 +1,30 @@
-"""The sections of the configuration of a run, and the settings of local training that are built from them."""
+"""The configuration of a run as sections, and the settings of local training that are built from them."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from fedspan.config.federation import FederationConfig
 from fedspan.config.method import MethodConfig
-from fedspan.config.model import ModelConfig
 from fedspan.config.rates import get_training_defaults
-from fedspan.core.method import Claims, Method, RegisteredMethod
+from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.noise import derive_seed_key
 from fedspan.data.catalogue import DatasetEntry, list_datasets
 from fedspan.data.columns import LABELED_TEXTS, TaskColumns
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.errors import FedspanError
-from fedspan.federation.conditions import Conditions, Faults, SpeedDistribution
-from fedspan.federation.presence import Presence
+from fedspan.federation.conditions import SimulationConfig
+from fedspan.federation.config import EvaluationConfig, FederationConfig
 from fedspan.methods.registry import get_method_class
+from fedspan.models.config import ModelConfig
 from fedspan.section import Section
 from fedspan.tasks.definition import TaskDefinition
 from fedspan.tasks.registry import TASKS, get_task
-from fedspan.training.jobs import PrefixSettings, Privacy, TrainingSettings
+from fedspan.training.config import ClusterConfig, EngineConfig, Privacy, PrivacyConfig, TrainingSettings
 from fedspan.wrappers.head_rounds import HeadRounds, NewHead
-
-
-class EvaluationConfig(Section):
-    """Evaluation during the run."""
-
-    every: int = Field(default=1, ge=1)
-    """Rounds between evaluations; the last round is always evaluated."""
-    batch_size: int = Field(default=64, ge=1)
-    """Examples per forward pass."""
-    clients: int | None = Field(default=None, ge=1)
-    """Number of clients that are evaluated on their own validation and test parts (personal models also on the test
-    set): the same ones in every round, drawn by the seed; default: all. Of personal models, only those of these clients
-    are exported."""
-    metric: str | None = None
-    """Metric that selects the best round on the clients' validation parts; default: accuracy, pearson or loss, by task.
-    Ties are broken by the validation loss, then by the later round. In deployments, rounds are compared by a trimmed
-    mean from three nodes on; with two, the last round is the best."""
-    by: str | None = Field(default=None, min_length=1)
-    """Column of the held-out examples, such as domain or hospital, for each of whose values the report has the final
-    scores (by_value); default: none. Not in deployments."""
-    best_by: Literal["metric", "loss"] = "metric"
-    """Compare rounds, for the best one and for early stopping, by the metric or by the validation loss, which is less
-    noisy on small validation parts. By the loss, a round replaces the start only if its gain exceeds the standard error
-    of that gain."""
-    diagnostics: int | None = Field(default=None, ge=1)
-    """Rounds between diagnoses of the clients' updates: the measures of fedspan diagnose for every target layer are
-    written to metrics.jsonl and shown by fedspan report; default: never, because it takes time. Not in deployments,
-    where no process sees both ends of an update, and not under privacy."""
-    generate: bool = False
-    """causal-lm: at the end, generate answers to the held-out prompts and count exact matches. seq2seq: generate texts
-    for the held-out sources and compute BLEU, chrF and ROUGE (fedspan[seq2seq])."""
-    max_new_tokens: int = Field(default=64, ge=1, le=2**17)
-    """Maximum number of tokens of a generated answer or text."""
-    answer_pattern: str | None = Field(
-        default=None,
-        min_length=1,
-        description="A regular expression for what counts of an answer, such as '####\\s*(\\S+)' for GSM8K: its first "
-        "group, or the whole match; left out: the whole text. Numbers are compared as numbers.",
-    )
-
-    def get_selection_metric(self, metric: str) -> str:
-        """Return the metric by which rounds are compared."""
-        return "loss" if self.best_by == "loss" else metric
-
-    @field_validator("answer_pattern")
-    @classmethod
-    def _validate_pattern(cls, value: str | None) -> str | None:
-        try:
-            re.compile(value or "")
-        except (re.error, OverflowError, RecursionError) as error:  # the last two: for a{9999999999}, ((((...
-            raise ValueError(f"a valid regular expression ({error})") from None
-        return value
-
-
-_GIB = 2**30
-
-
-class EngineConfig(Section):
-    """The simulator. These settings do not change results, up to rounding."""
-
-    name: Literal["batched", "loop"] = "batched"
-    """batched: several clients in each forward and backward pass over the frozen base. loop: one client after another,
-    the reference."""
-    clients_per_pass: int | None = Field(default=None, ge=1, le=1024)
-    """Clients per pass of batched; default: measured at the start, 1 if more would be slower."""
-    workers: int | None = Field(default=None, ge=1, le=1024)
-    """batched: threads that train clients in parallel on one base and share torch's own threads; default: measured."""
-    padding_free: bool = True
-    """Concatenate the tokens of a batch between the first block and the last, with attention in bins of whole texts;
-    batched only, for models with Transformers' eager or sdpa attention."""
-    prefix_cache: bool = True
-    """Compute the hidden states that enter the first trainable layer once per example, if layers_to_transform excludes
-    the first layers."""
-    prefix_memory: float = Field(default=2.0, ge=0, allow_inf_nan=False)
-    """GiB of memory for these hidden states."""
-    prefix_folder: str | None = Field(default=None, min_length=1)
-    """Folder on a local disk for hidden states beyond prefix_memory, in a memory-mapped file that is removed with the
-    process; default: compute them every time."""
-
-    def build_prefix_settings(self, batch_size: int) -> PrefixSettings | None:
-        """Return the settings of the prefix cache for the engines; None: no cache."""
-        if not self.prefix_cache:
-            return None
-        folder = None if self.prefix_folder is None else Path(self.prefix_folder)
-        return PrefixSettings(int(self.prefix_memory * _GIB), folder, batch_size)
-
-
-Round = Annotated[int, Field(ge=1)]
-Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-
-
-class SimulationConfig(Section):
-    """Conditions that the simulator imposes on its clients, drawn from the run's seed."""
-
-    dropout: Probability | dict[str, Probability] = 0.0
-    """Probability that a client does not reply to an order to train; or probabilities by client id, and 0 for the
-    others. Under secure aggregation a client may drop out before any of the protocol's messages."""
-    speed: SpeedDistribution | None = None
-    """Speeds of the clients, for federation.deadline and federation.over_select; default: no client is late."""
-    faults: Faults | None = None
-    """Clients with bad replies; default: none."""
-    present: dict[str, tuple[Round, Round | None]] = Field(default_factory=dict)
-    """First and last round of clients that join late or leave, by client id, such as {client-03: [2, null], client-01:
-    [1, 4]}; all other clients are present in every round."""
-    validation: bool = True
-    """Validate replies as in a deployment: form, finite numbers, federation.max_norm_ratio. false: every reply counts,
-    to study aggregation rules alone."""
-
-    @field_validator("present")
-    @classmethod
-    def _validate_present(cls, value: dict[str, tuple[int, int | None]]) -> dict[str, tuple[int, int | None]]:
-        for id, (first, last) in value.items():
-            if last is not None and last < first:
-                raise ValueError(f"a last round that is not before the first one (for {id}: {first} and {last})")
-        return value
-
-    def build_presence(self) -> Presence:
-        """Return the rounds in which clients are present."""
-        return Presence({id: ((first - 1, last),) for id, (first, last) in self.present.items()})
-
-    def build_conditions(self, seed: int) -> Conditions:
-        """Return the conditions for the transport."""
-        return Conditions(seed, self.dropout, self.speed, self.faults)
-
-
-class PrivacyConfig(Section):
-    """Clipping, noise and the privacy budget; needs fedspan[privacy]."""
-
-    mechanism: Literal["central", "local", "dp-sgd"]
-    """central: the server clips every client's change and adds noise to the sum; protects a client from anyone who sees
-    the models, except the server. local: every client clips its change and adds noise to it; also protects from the
-    server, with much more noise. dp-sgd: every client clips the gradient of each example and adds noise to the sum;
-    protects an example from everyone except its data owner."""
-    clip: float = Field(default=1.0, ge=1e-6, le=1e6)
-    """Maximum L2 norm of a client's change (central, local) or of an example's gradient (dp-sgd)."""
-    noise: float | None = Field(default=None, ge=1e-9, le=1e9)
-    """Standard deviation of the noise divided by clip, from 1e-9 to 1e9: accountants do not finish where its square
-    under- or overflows. Default: the smallest that epsilon allows for all rounds."""
-    epsilon: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Privacy budget: the run ends before a round that would exceed it; default: no budget."""
-    delta: float = Field(default=1e-5, gt=0, lt=1)
-    """Probability with which the guarantee may fail: well below 1 over the number of clients or examples."""
-    accountant: Literal["rdp", "prv"] = "rdp"
-    """Accountant of Opacus. rdp: fast and slightly loose. prv: tight, and slow if clients differ;
-    rdp where prv would take minutes, as in long runs or at sampling rates near 0.5."""
-    randomness: Literal["seed", "secret"] | None = None
-    """Source of the noise. seed: the run's seed; reproducible, without protection from anyone who knows the seed.
-    secret: a random key that never leaves its machine. Default: seed in simulations; secret in deployments, where seed
-    is refused."""
-
-    @model_validator(mode="after")
-    def _require_noise(self) -> Self:
-        if self.noise is None and self.epsilon is None:
-            raise ValueError("noise, or an epsilon from which the noise follows")
-        return self
-
-    def require_fit(self, method: str, claims: Claims, federation: FederationConfig) -> None:
-        """Check that a run's replies can be privatized."""
-        reasons = {
-            "it transmits nothing": claims.sends == "nothing",
-            "what a client chooses to send tells of its data": claims.budgets and self.mechanism != "dp-sgd",
-            "its server combines replies one by one": claims.reduction != "sum" and self.mechanism == "central",
-            "its rounds have two exchanges, each of which would need noise of its own": claims.second_exchange
-            and self.mechanism != "dp-sgd",
-            "noise would spoil what it sends beside tensors that all clients start from": claims.sends != "values"
-            and self.mechanism == "local",
-        }
-        if reason := next((reason for reason, applies in reasons.items() if applies), None):
-            raise FedspanError(
-                "privacy.mechanism",
-                self.mechanism,
-                problem=f"{method} cannot be combined with {self.mechanism} privacy: {reason}",
-            )
-        if self.mechanism == "central":
-            for field, value, right in (
-                ("reduction", federation.reduction, "mean"),
-                ("weights", federation.weights, "uniform"),
-                ("ranks", federation.ranks, None),
-                ("over_select", federation.over_select, 0),
-                ("clients_per_round", federation.secure and federation.clients_per_round, None),
-            ):
-                if value != right:
-                    beside = " and federation.secure" if field == "clients_per_round" else ""
-                    problem = f"{value!r} cannot be combined with privacy.mechanism: central{beside}"
-                    remedy = "Leave it out" if right is None else f"Set it to {right}"
-                    raise FedspanError(f"federation.{field}", value, problem=f"{problem}. {remedy}")
-
-    def build_settings(self, rounds: int, seed: int, key: bytes | None = None) -> Privacy:
-        """Return the privacy settings for the engines.
-
-        Args:
-            key: A secret key of the noise; None: a key derived from the seed.
-        """
-        return Privacy(
-            mechanism=self.mechanism,
-            clip=self.clip,
-            noise=self.noise,
-            epsilon=self.epsilon,
-            delta=self.delta,
-            accounting=self.accountant,
-            rounds=rounds,
-            key=derive_seed_key(seed) if key is None else key,
-            secret=key is not None,
-        )
-
-
-_SMALLEST_SHARE = 0.0001  # Ray's
-_ADDRESS = re.compile(r"(ray://)?[^\s/:]+:\d{1,5}")
-
-
-class ClusterConfig(Section):
-    """Workers that train the clients, each in a process of its own with the engine of ``engine``."""
-
-    address: str = "local"
-    """local: a temporary Ray on this machine, which no other machine can reach. auto: the cluster that this machine
-    belongs to (RAY_ADDRESS, or ray start). HOST:PORT or ray://HOST:PORT: another cluster. Anyone who can reach a
-    cluster can run code on it: see docs/security.md."""
-    workers: int = Field(ge=1, le=4096)
-    """Number of workers. Clients are distributed among them by tokens; with engine.name: loop the results do not depend
-    on the number, with batched they agree to rounding."""
-    threads_per_worker: int = Field(default=1, ge=1, le=1024)
-    """CPU threads per worker, instead of threads."""
-    gpus_per_worker: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
-    """Share of a GPU per worker; 0.5: two workers share one. 0: workers train on the CPU."""
-    start_timeout: float = Field(default=300.0, gt=0, allow_inf_nan=False)
-    """Seconds that workers may take to start, or to restart after all have failed."""
-
-    @field_validator("gpus_per_worker")
-    @classmethod
-    def _validate_share(cls, value: float) -> float:
-        if 0 < value < _SMALLEST_SHARE:
-            raise ValueError(f"0, or a share from {_SMALLEST_SHARE} to 1")
-        return value
-
-    @field_validator("address")
-    @classmethod
-    def _validate_address(cls, value: str) -> str:
-        if value not in ("local", "auto") and not _ADDRESS.fullmatch(value):
-            raise ValueError("local, auto, HOST:PORT or ray://HOST:PORT")
-        return value
 
 
 class RunSections(Section):
@@ -343,7 +100,10 @@ class RunSections(Section):
         Args:
             key: A secret key of the noise; None: a key derived from the seed.
         """
-        return None if self.privacy is None else self.privacy.build_settings(self.federation.rounds, self.seed, key)
+        if self.privacy is None:
+            return None
+        noise_key = derive_seed_key(self.seed) if key is None else key
+        return Privacy(**dict(self.privacy), rounds=self.federation.rounds, key=noise_key, secret=key is not None)
 
     @property
     def default_lr(self) -> float:

@@ -12,10 +12,9 @@ from pydantic import BaseModel
 
 from fedspan.data.config import CONTRADICTION
 from fedspan.errors import FedspanError, suggest_nearest
+from fedspan.section import VARIANT
 
 _DATA_FILES = ("data.train", "data.test")
-VARIANT = "="
-"""Prefix of the tags of a field with several notations; the tags are not part of the user's input."""
 
 
 @contextmanager

@@ -173,9 +173,7 @@ def _simulate(grid: Grid, run_folder: RunFolder, prepared: Prepared, run_rounds:
         raise FedspanError("nodes", 0, "at least one node of Flower's simulation")
     nodes = {id: online[number % len(online)] for number, id in enumerate(prepared.federation.clients)}
     transport = GridTransport(grid, nodes, federation.reconnect_timeout)
-    return run_rounds(
-        connect(prepared, transport, federation.build_reply_rules(), nodes=get_nodes_folder(run_folder.path))
-    )
+    return run_rounds(connect(prepared, transport, nodes=get_nodes_folder(run_folder.path)))
 
 
 def _deploy(
@@ -196,8 +194,7 @@ def _deploy(
             write_atomic(run_folder.path / RECORD, ParticipantRecord(clients=joined).model_dump_json().encode())
     transport = GridTransport(grid, nodes, config.federation.reconnect_timeout)
     clients = build_server_clients(config, prepared.engine.adapted.spec, examples)
-    rules = config.federation.build_reply_rules()
-    return run_rounds(connect(prepared, transport, rules, clients=clients, run=run, agreed=invitation.digest))
+    return run_rounds(connect(prepared, transport, clients=clients, run=run, agreed=invitation.digest))
 
 
 def _gather(

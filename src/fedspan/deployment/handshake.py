@@ -17,11 +17,11 @@ from pydantic import AfterValidator, Field
 from fedspan import __version__
 from fedspan.assembly.model import RunModel
 from fedspan.config import RunConfig, parse_config
-from fedspan.config.tags import MAX_TAGS, Tag
 from fedspan.data.files import NOWHERE
 from fedspan.deployment.base_offers import MAX_FILES, BaseFile, compute_offer_digest
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import REPLY_HEADER, Count, HeaderPart, PrintableName, Reason
+from fedspan.federation.tags import MAX_TAGS, Tag
 from fedspan.files import from_json
 
 _SHARED = ("labels", "label_separator", "chat", "system", "packing", "prompt")

@@ -15,10 +15,8 @@ from fnmatch import fnmatchcase
 from transformers import PreTrainedModel
 
 from fedspan.assembly.federation import compute_client_scaling
-from fedspan.assembly.head import STATISTICS_CLIP
 from fedspan.clients.metric_noise import round_count
 from fedspan.config import RunConfig
-from fedspan.config.federation import FederationConfig, FractionRanks, RandomRanks
 from fedspan.config.method import validate_method_options, validate_wrapper_options
 from fedspan.config.node import NodeConfig, NodeLimits
 from fedspan.config.validation_errors import convert_validation_errors
@@ -27,9 +25,10 @@ from fedspan.core.values import Client
 from fedspan.deployment.columns import require_columns
 from fedspan.deployment.handshake import Invitation, explain_version
 from fedspan.errors import FedspanError
+from fedspan.federation.config import MAX_SECURE_CLIENTS, FederationConfig, FractionRanks, RandomRanks
+from fedspan.federation.head_start import STATISTICS_CLIP
 from fedspan.federation.protocol import Order
 from fedspan.federation.secagg.messages import Agreement, compute_share
-from fedspan.federation.settings import MAX_SECURE_CLIENTS
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.names import get_architecture
 

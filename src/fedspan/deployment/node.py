@@ -13,7 +13,6 @@ from fedspan.assembly.run import load_run
 from fedspan.clients.refusals import describe_error, refuse_any
 from fedspan.config import parse_config
 from fedspan.config.node import NodeConfig
-from fedspan.config.tags import explain_missing_tags
 from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
 from fedspan.deployment.audit import AUDIT, describe_envelope
 from fedspan.deployment.base_files import BaseMissingError, refuses_offer, require_base
@@ -27,6 +26,7 @@ from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import Envelope, Order, read_header
 from fedspan.federation.secagg.messages import Phase, decode_request
+from fedspan.federation.tags import explain_missing_tags
 from fedspan.files import convert_disk_errors, read_bytes, write_atomic
 from fedspan.logs import AuditLog
 from fedspan.training.stages import StageName, Stages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,8 +9,6 @@ from typing import TYPE_CHECKING
 from fedspan.assembly.model import list_unnamed_modules
 from fedspan.assembly.run import Prepared
 from fedspan.assembly.server import ServerRun, build_server_clients, connect
-from fedspan.config.federation import FederationConfig
-from fedspan.config.tags import explain_missing_tags
 from fedspan.deployment.audit import AuditedTransport
 from fedspan.deployment.handshake import (
     Introduction,
@@ -23,8 +20,10 @@ from fedspan.deployment.handshake import (
 from fedspan.deployment.participants import NodeCallbacks, Participant, ParticipantRecord, Participants, load_record
 from fedspan.deployment.status import read_status, store_named_run
 from fedspan.errors import FedspanError
+from fedspan.federation.config import FederationConfig
 from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Envelope, read_header
+from fedspan.federation.tags import explain_missing_tags
 from fedspan.federation.transport import AsynchronousTransport
 from fedspan.files import convert_disk_errors
 from fedspan.progress.listener import Listener
@@ -138,7 +137,7 @@ class Submission:
             list_online, invite_new, lambda: invitations.pending_nodes, self._build_clients, self._store_nodes
         )
         cohort = config.federation.clients_per_round or config.partition.clients
-        least = config.federation.build_reply_rules().compute_quorum(min(cohort, config.partition.clients))
+        least = self._prepared.settings.compute_quorum(min(cohort, config.partition.clients))
         participants = Participants(self._folder, handshakes.nodes, callbacks, least, self._reconnect_timeout)
         self._nodes = {**participants.clients}
         self._store_nodes(participants.nodes)
@@ -157,14 +156,13 @@ class Submission:
         participants: Participants | None = None,
         least: int = 1,
     ) -> Prepared:
-        rules = self._prepared.config.federation.build_reply_rules()
         return connect(
             self._prepared,
             AuditedTransport(transport, self._audit, self._run, nodes),
-            dataclasses.replace(rules, least=least),
             clients=clients,
             run=self._run,
             agreed=self._invitation.digest,
+            least=least,
             presence=None if participants is None else participants.build_presence(),
             begin_round=None if participants is None else participants.begin_round,
         )

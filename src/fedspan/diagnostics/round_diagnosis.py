@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations, islice
 from typing import TYPE_CHECKING
 
@@ -156,7 +156,8 @@ def diagnose_round(
     federation = copy.copy(federation)
     engine, record = federation.engine, TrainingRecord()
     round = progress.state.round
-    federation.settings = replace(federation.settings, rounds=max(federation.settings.rounds, round + 1))
+    settings = federation.settings
+    federation.settings = settings.model_copy(update={"rounds": max(settings.rounds, round + 1)})
     if not federation.draw_cohort(round):
         problem = f"no client participates in round {round + 1}, because the sample drawn for privacy is empty"
         raise FedspanError("round", round, "another checkpoint", problem=problem)

@@ -15,10 +15,10 @@ import torch
 from fedspan.core.tensors import create_generator
 from fedspan.core.values import ServerState
 from fedspan.errors import FedspanError
+from fedspan.federation.config import Arrivals
 from fedspan.federation.progress import OpenOrder, OpenOrders
 from fedspan.federation.protocol import Envelope
 from fedspan.federation.round_context import RoundContext
-from fedspan.federation.settings import Arrivals
 from fedspan.federation.transport import AsynchronousTransport, Orders, TimedTransport
 
 OnOrder = Callable[[str], object]
@@ -139,7 +139,7 @@ class SimulatedArrivals:
         context, clients = self._context, self._clients
         while clients.has_room():
             id = clients.draw_client()
-            seconds, absence = self._transport.time_reply(id, context.state.round, attempt, context.rules.deadline)
+            seconds, absence = self._transport.time_reply(id, context.state.round, attempt, context.settings.deadline)
             clients.add_order(id, attempt, self._clock + seconds, absence)
 
 
@@ -203,7 +203,7 @@ class NodeArrivals:
             orders = Orders(
                 "train", sent, lambda id, sent=sent: self._create_order(sent[id]), self._compute_reply_bytes
             )
-            deadline = self._context.rules.deadline
+            deadline = self._context.settings.deadline
             self._transport.send_orders(orders, deadline, wait_for_offline=attempt > 0)
 
     def _add_orders(self, attempt: int) -> dict[str, OpenOrder]:

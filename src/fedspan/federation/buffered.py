@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fedspan.errors import FedspanError
-from fedspan.federation.aggregation.aggregation import AggregationFactory
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.arrival_sources import (
     Arrival,
@@ -55,7 +54,6 @@ class BufferedRound:
     def __init__(
         self,
         context: RoundContext,
-        new_aggregation: AggregationFactory,
         progress: Progress,
         best: Mapping[str, int],
         on_client: OnClient | None = None,
@@ -66,7 +64,7 @@ class BufferedRound:
         self._settings, self._arrivals = context.settings.buffered, context.settings.arrivals
         self._start = progress.open
         if self._arrivals is not None:  # accepted ones: without the rejected ones the median is another
-            context = replace(context, rules=replace(context.rules, norm_factor=None))
+            context = replace(context, settings=context.settings.model_copy(update={"max_norm_ratio": None}))
         self.context = context
         self._on_order = on_order or (lambda _: None)
         self._states = {**progress.open.states, context.state.round: context.state}
@@ -75,9 +73,7 @@ class BufferedRound:
         self._arrived: dict[str, OpenOrder] = {}
         """The orders of the clients whose replies have arrived in this attempt, in the order of arrival."""
         tally = Tally()
-        aggregation = new_aggregation(context, tally)
-        assert isinstance(aggregation, PlaintextAggregation), "the clients of a secure sum are known before they reply"
-        self._aggregation = aggregation
+        self._aggregation = aggregation = PlaintextAggregation(context, tally)
         self._exchange = RoundExchange(
             context, aggregation, tally, progress, best, on_arrival=on_client, on_failure=on_failure
         )
@@ -118,7 +114,7 @@ class BufferedRound:
                 continue
             if len(counted) >= aggregation.quorum:
                 return self._build_result()
-            if attempt == self.context.rules.retries or self._arrivals is not None:
+            if attempt == self.context.settings.retries or self._arrivals is not None:
                 raise self._exchange.build_error(counted)
             attempt += 1
             failed = self._arrived.keys() - set(counted)

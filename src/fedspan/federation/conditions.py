@@ -6,16 +6,17 @@ Every draw is keyed by the run's seed and its purpose, so that it does not depen
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from fedspan.core.tensors import create_generator
 from fedspan.core.values import Message
+from fedspan.federation.presence import Presence
 from fedspan.section import Section
 
 PHASES = ("keys", "shares", "train", "confirm", "unmask")
@@ -49,17 +50,48 @@ class Faults(Section):
     for scale."""
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """Conditions of a simulated federation."""
+_Round = Annotated[int, Field(ge=1)]
+_Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class SimulationConfig(Section):
+    """Conditions that the simulator imposes on its clients, drawn from the run's seed."""
+
+    dropout: _Probability | dict[str, _Probability] = 0.0
+    """Probability that a client does not reply to an order to train; or probabilities by client id, and 0 for the
+    others. Under secure aggregation a client may drop out before any of the protocol's messages."""
+    speed: SpeedDistribution | None = None
+    """Speeds of the clients, for federation.deadline and federation.over_select; default: no client is late."""
+    faults: Faults | None = None
+    """Clients with bad replies; default: none."""
+    present: dict[str, tuple[_Round, _Round | None]] = Field(default_factory=dict)
+    """First and last round of clients that join late or leave, by client id, such as {client-03: [2, null], client-01:
+    [1, 4]}; all other clients are present in every round."""
+    validation: bool = True
+    """Validate replies as in a deployment: form, finite numbers, federation.max_norm_ratio. false: every reply counts,
+    to study aggregation rules alone."""
+
+    @field_validator("present")
+    @classmethod
+    def _validate_present(cls, value: dict[str, tuple[int, int | None]]) -> dict[str, tuple[int, int | None]]:
+        for id, (first, last) in value.items():
+            if last is not None and last < first:
+                raise ValueError(f"a last round that is not before the first one (for {id}: {first} and {last})")
+        return value
+
+    def build_presence(self) -> Presence:
+        """Return the rounds in which clients are present."""
+        return Presence({id: ((first - 1, last),) for id, (first, last) in self.present.items()})
+
+    def build_conditions(self, seed: int) -> Conditions:
+        """Return the conditions for the transport."""
+        return Conditions(**dict(self), seed=seed)
+
+
+class Conditions(SimulationConfig):
+    """Conditions of a simulated federation: their section, and the seed of their draws."""
 
     seed: int
-    dropout: float | Mapping[str, float] = 0.0
-    """Probability that a client does not reply to an order to train, for all clients or by id."""
-    speed: SpeedDistribution | None = None
-    """Distribution of the clients' speeds; None: every reply arrives at once."""
-    faults: Faults | None = None
-    """Faulty clients; None: none."""
 
     def draw_silence(self, client: str, round: int, attempt: int, phases: Sequence[str]) -> str | None:
         """Draw the exchange at which a client stops replying in an attempt of a round; None: it replies to all of them.

@@ -268,7 +268,9 @@ class ReportedEvaluator(Evaluator):
         ids = tuple(id for id in self.get_ids(progress) if id not in training and id not in self._unscored)
         absent = federation.find_absent(progress, ids)
         if federation.settings.buffered is not None:
-            absent = self._absences.find(ids, federation.transport.list_stalled(), federation.rules.max_missed_rounds)
+            absent = self._absences.find(
+                ids, federation.transport.list_stalled(), federation.settings.max_missed_rounds
+            )
         awaited = Awaited(ids, absent)
 
         def record_scores(id: str, reply: Reply | str) -> bool:
@@ -293,7 +295,7 @@ class ReportedEvaluator(Evaluator):
                 lambda id: federation.get_client(id, progress) if personal else None,
                 federation.transport,
                 run=federation.run,
-                seconds=federation.rules.deadline,
+                seconds=federation.settings.deadline,
                 on_order=federation.record,
                 on_reply=record_scores,
             )

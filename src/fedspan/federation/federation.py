@@ -14,23 +14,20 @@ from fedspan.core.method import Method
 from fedspan.core.tensors import create_generator
 from fedspan.core.values import Client
 from fedspan.federation.absences import Absences
-from fedspan.federation.aggregation.aggregation import AggregationFactory
-from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.arrival_sources import OnOrder
 from fedspan.federation.buffered import BufferedRound
+from fedspan.federation.config import RoundSettings
 from fedspan.federation.presence import Presence
 from fedspan.federation.privacy import compute_round_charges, draw_poisson_cohort
 from fedspan.federation.progress import ClientData, Failure, OutOfRoundEvents, Progress, RoundResult, Transfer
 from fedspan.federation.protocol import Reply
 from fedspan.federation.round import OnCharge, OnClient, OnFailure, Round, compute_client_charges, exchange_model
 from fedspan.federation.round_context import RoundContext
-from fedspan.federation.settings import RoundSettings
 from fedspan.federation.transport import OnTrained, Transport
-from fedspan.federation.validation import ReplyRules
 from fedspan.tasks.task import Examples
 from fedspan.training.accounting import Charge
+from fedspan.training.config import TrainingSettings
 from fedspan.training.engine import Engine
-from fedspan.training.jobs import TrainingSettings
 from fedspan.training.stages import StageName, Stages
 
 
@@ -41,10 +38,6 @@ def draw_cohort(seed: int, round: int, clients: int, size: int | None, extra: in
     return torch.randperm(clients, generator=create_generator(seed, "cohort", round))[: size + extra].tolist()
 
 
-STRICT = ReplyRules(retries=0, norm_factor=None, validate=False)
-"""Rules for trusted clients in this process: every reply is accepted."""
-
-
 class Federation:
     """A method, an engine, the clients and the transport to them.
 
@@ -52,7 +45,6 @@ class Federation:
         engine: Holds the model for ``init`` and the export; trains, too, if the clients are in this process.
         clients: The clients in any order, or by sorted id (``LazyMapping``).
         examples: The examples that the clients' indices refer to; the server's own if clients are on other machines.
-        rules: Rules for accepting replies and the round; None: every selected client has to reply.
         exporting: Whether clients export their own models because the server does not see them.
         training: Settings of local training, from which orders take the learning rate; None: the engine's.
         presence: The rounds in which each client is present; None: every client in every round.
@@ -68,8 +60,6 @@ class Federation:
         examples: Examples,
         settings: RoundSettings,
         transport: Transport,
-        rules: ReplyRules | None = None,
-        new_aggregation: AggregationFactory = PlaintextAggregation,
         run: str = "",
         exporting: bool = False,
         training: TrainingSettings | None = None,
@@ -81,7 +71,7 @@ class Federation:
         self.clients = sort_clients(clients)
         self.examples = examples
         self.settings = settings
-        self.transport, self.rules, self.new_aggregation = transport, rules or STRICT, new_aggregation
+        self.transport = transport
         self.run, self.exporting = run, exporting
         self.training = training or engine.settings
         self.presence, self._begin_round = presence or Presence(), begin_round
@@ -141,7 +131,7 @@ class Federation:
 
     def draw_cohort(self, round: int) -> tuple[str, ...]:
         """Return a round's selected clients, sorted; drawn from (seed, round) alone or the key of central privacy."""
-        return tuple(sorted(self.select_clients(round, self.rules.over_select)))
+        return tuple(sorted(self.select_clients(round, self.settings.over_select)))
 
     def list_present(self, round: int) -> list[str]:
         """Return the clients that are present in a round, from 0, sorted."""
@@ -154,7 +144,7 @@ class Federation:
     def select_clients(self, round: int, extra: int = 0) -> list[str]:
         """Return a round's clients and ``extra`` additional ones in the order of drawing; by id if all are selected."""
         ids = self.list_present(round)
-        size, privacy = self.settings.cohort, self.settings.central
+        size, privacy = self.settings.clients_per_round, self.settings.central
         if privacy is not None:
             return [ids[index] for index in draw_poisson_cohort(privacy, self.settings, len(ids), round)]
         return [ids[index] for index in draw_cohort(self.settings.seed, round, len(ids), size, extra)]
@@ -168,7 +158,7 @@ class Federation:
         on_failure: OnFailure | None = None,
         on_order: OnOrder | None = None,
     ) -> RoundResult:
-        """Run one round; if too few replies are accepted, retry failed clients as often as the rules allow.
+        """Run one round; if too few replies are accepted, retry failed clients as often as the settings allow.
 
         Args:
             on_client: Called with a client's id and training loss when its reply is accepted; in asynchronous rounds,
@@ -193,7 +183,7 @@ class Federation:
                 if on_client is not None:
                     on_client(id, loss)
 
-            round = Round(context, self.new_aggregation, progress, self._best, report_client, on_charge, on_failure)
+            round = Round(context, progress, self._best, report_client, on_charge, on_failure)
             self.transport.begin(progress, on_trained)
             result = round.run()
         self._note = round.aggregation.get_note()
@@ -211,26 +201,25 @@ class Federation:
         context = self._build_context(progress, ())
         with self.engine.stages.stage("training"):  # it is not known which clients will reply
             self.transport.begin(progress, on_trained)
-            round = BufferedRound(context, self.new_aggregation, progress, self._best, on_client, on_failure, on_order)
+            round = BufferedRound(context, progress, self._best, on_client, on_failure, on_order)
             result = round.run()
         self._note = round.note
         return result
 
     def _build_context(self, progress: Progress, ids: tuple[str, ...] | None = None) -> RoundContext:
         """Return the definition of the next round; its cohort is drawn unless it is given."""
-        state, rules = progress.state, self.rules
-        self.presence.require_enough(len(self.clients), state.round, rules.min_replies)
+        state, settings = progress.state, self.settings
+        self.presence.require_enough(len(self.clients), state.round, settings.min_replies)
         ids = self.draw_cohort(state.round) if ids is None else ids
         return RoundContext(
             method=self.method,
-            settings=self.settings,
+            settings=settings,
             training=self.training,
             clients=self.clients,
             state=state,
             ids=ids,
-            draw_order=tuple(self.select_clients(state.round, self.rules.over_select)),
+            draw_order=tuple(self.select_clients(state.round, settings.over_select)),
             target=len(self.select_clients(state.round)),
-            rules=rules,
             absent=self.find_absent(progress, ids),
             transport=self.transport,
             run=self.run,
@@ -240,7 +229,7 @@ class Federation:
         """Return the clients among ``ids`` that the next round does not wait for: their last replies did not count."""
         if self.settings.buffered is not None:
             return frozenset()  # cohorts are not drawn, and no round waits for a certain client
-        limit = None if self.rules.over_select else self.rules.max_missed_rounds
+        limit = None if self.settings.over_select else self.settings.max_missed_rounds
         last_replies = (
             {**progress.last_replies, **progress.last_rounds} if progress.last_replies else progress.last_rounds
         )
@@ -269,7 +258,7 @@ class Federation:
             lambda id: self.get_client(id, progress),
             self.transport,
             run=self.run,
-            seconds=self.rules.deadline,
+            seconds=self.settings.deadline,
             on_order=self.record,
             on_reply=record_failure,
         )

@@ -21,9 +21,8 @@ from fedspan.core.method import Claims, Memory, Method, Wrapper
 from fedspan.core.parametrization import compute_dense_change
 from fedspan.core.tensors import group_by_layer, join_extra_name
 from fedspan.core.values import Client, Contribution, Group, Job, Message, Reduced, ServerState, Spec, Trained
-from fedspan.federation.aggregation.aggregation import AggregationFactory
-from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.changes import ChangeSize
+from fedspan.federation.config import RoundSettings
 from fedspan.federation.federation import Federation, open_clients_stage
 from fedspan.federation.progress import ClientData, Failure, Progress, TooFewReplies
 from fedspan.federation.round import Round
@@ -42,6 +41,10 @@ _SAME = 1e-5
 """Relative norm of a change up to which a method's first model counts as the pretrained one."""
 
 
+STATISTICS_CLIP = 2.0
+"""Norm to which a client's statistics are clipped in a secure sum; with features of norm 1 it is 3 ** 0.5 at most."""
+
+
 @dataclass(frozen=True)
 class HeadStart:
     """How a run's head starts."""
@@ -50,7 +53,6 @@ class HeadStart:
     layer: OutputLayer
     bound: float = 0.0
     """Norm to which features are clipped before they are divided by it; 0: they are sent as they are."""
-    new_aggregation: AggregationFactory = PlaintextAggregation
     most_words: int = 1
     """Maximum number of words of an example, if words have a label each; else 1."""
 
@@ -113,6 +115,18 @@ class _ByExamples(Mapping[str, ClientData]):
         return len(self._clients)
 
 
+def _build_settings(settings: RoundSettings) -> RoundSettings:
+    """Return the settings of the exchange of statistics, in which all clients participate."""
+    changes = {
+        "reduction": "mean",
+        "clip_ratio": _LONGEST if settings.validates else None,  # trusted replies are folded on arrival
+        "secure": settings.secure and settings.secure.model_copy(update={"clip": STATISTICS_CLIP}),
+        **dict.fromkeys(("max_norm", "clients_per_round", "privacy", "buffered")),
+        "over_select": 0,
+    }
+    return settings.model_copy(update=changes)
+
+
 def start_head(federation: Federation, progress: Progress, head: HeadStart) -> Progress:
     """Exchange statistics with all clients and set the head; transfers and failures are noted in the federation.
 
@@ -128,22 +142,13 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
     ids = tuple(federation.list_present(state.round))
     context = RoundContext(
         method=exchange,
-        settings=replace(
-            federation.settings,
-            reduction="mean",
-            clip_ratio=_LONGEST if federation.rules.validate else None,  # trusted replies are folded on arrival
-            max_norm=None,
-            cohort=None,
-            privacy=None,
-            buffered=None,
-        ),
+        settings=_build_settings(federation.settings),
         training=federation.training,
         clients=clients,
         state=state,
         ids=ids,
         draw_order=ids,
         target=len(ids),
-        rules=replace(federation.rules, over_select=0),
         transport=federation.transport,
         run=federation.run,
         task="statistics",
@@ -153,7 +158,7 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
     counts = {id: clients[id].client.examples for id in ids}
     federation.transport.begin(progress)
     with open_clients_stage(federation.engine.stages, "statistics", counts) as advance:
-        round = Round(context, head.new_aggregation, Progress(progress.state), {}, lambda id, _: advance(id))
+        round = Round(context, Progress(progress.state), {}, lambda id, _: advance(id))
         try:
             reduced, _ = round.reduce()
         finally:

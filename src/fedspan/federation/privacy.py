@@ -31,16 +31,17 @@ from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message, Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.changes import apply_change, clip_change, compute_change
-from fedspan.federation.settings import RoundSettings
+from fedspan.federation.config import RoundSettings
 from fedspan.federation.validation import build_untrained_jobs
 from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, calibrate_noise
+from fedspan.training.config import Privacy, TrainingSettings
 from fedspan.training.dp_sgd import compute_noise, release_of
-from fedspan.training.jobs import NotFiniteError, Privacy, TrainingSettings
+from fedspan.training.jobs import NotFiniteError
 
 
 def compute_sampling_rate(settings: RoundSettings, clients: int) -> float:
     """Return the probability that a client is in a round's cohort."""
-    return 1.0 if settings.cohort is None else min(1.0, settings.cohort / max(1, clients))
+    return 1.0 if settings.clients_per_round is None else min(1.0, settings.clients_per_round / max(1, clients))
 
 
 def draw_poisson_cohort(privacy: Privacy, settings: RoundSettings, clients: int, round: int) -> list[int]:
@@ -62,8 +63,8 @@ def compute_client_noise(privacy: Privacy, rate: float) -> float:
         return privacy.noise
     assert privacy.epsilon is not None  # the config guarantees one of the two
     if privacy.mechanism == "local":
-        return 2 * calibrate_noise(1.0, privacy.rounds, privacy.epsilon, privacy.delta, privacy.accounting)
-    return calibrate_noise(rate, privacy.rounds, privacy.epsilon, privacy.delta, privacy.accounting)
+        return 2 * calibrate_noise(1.0, privacy.rounds, privacy.epsilon, privacy.delta, privacy.accountant)
+    return calibrate_noise(rate, privacy.rounds, privacy.epsilon, privacy.delta, privacy.accountant)
 
 
 def compute_round_charges(settings: RoundSettings, clients: int) -> tuple[Charge, ...]:
@@ -140,7 +141,7 @@ def _count_rounds(privacy: Privacy, charges: tuple[Charge, ...]) -> int:
         total = tuple(replace(charge, count=charge.count * rounds) for charge in charges)
         # ``rdp``, which takes less time, is never below
         return all(
-            PrivacySpend(privacy.delta, kind).compute_worst(total) > epsilon for kind in ("rdp", privacy.accounting)
+            PrivacySpend(privacy.delta, kind).compute_worst(total) > epsilon for kind in ("rdp", privacy.accountant)
         )
 
     return bisect_left(range(1, privacy.rounds + 1), True, key=is_above_epsilon)

@@ -16,7 +16,7 @@ from fedspan.core.values import Client, Message, Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.absences import Awaited
-from fedspan.federation.aggregation.aggregation import Aggregation, AggregationFactory
+from fedspan.federation.aggregation.aggregation import Aggregation, create_aggregation
 from fedspan.federation.plausibility import compute_weight_limit, drop_impossible_losses
 from fedspan.federation.privacy import compute_expected_charges, compute_round_charges
 from fedspan.federation.progress import Failure, Progress, Purpose, RoundResult, TooFew, TooFewReplies, Transfer
@@ -164,7 +164,7 @@ class RoundExchange:
         context, state, tally, aggregation = self.context, self.context.state, self._tally, self._aggregation
         replies = {id: aggregation.replies[id] for id in context.ids if id in aggregation.replies}
         reported = replies
-        if context.rules.validate:
+        if context.settings.validates:
             reported, impossible = drop_impossible_losses(replies)
             tally.failures += [
                 Failure(id, replies[id].attempt if attempt is None else attempt, reason, context.purpose)
@@ -269,24 +269,23 @@ class Round:
     def __init__(
         self,
         context: RoundContext,
-        new_aggregation: AggregationFactory,
         progress: Progress,
         best: Mapping[str, int],
         on_client: OnClient | None = None,
         on_charge: OnCharge | None = None,
         on_failure: OnFailure | None = None,
     ) -> None:
-        self.context, self._new_aggregation, self._best = context, new_aggregation, best
+        self.context, self._best = context, best
         self._on_charge, self._on_failure = on_charge, on_failure
         self.tally = Tally()
         """The transfers and failures so far."""
-        self.aggregation = new_aggregation(context, self.tally)
+        self.aggregation = create_aggregation(context, self.tally)
         self._exchange = RoundExchange(
             context, self.aggregation, self.tally, progress, best, on_client=on_client, on_failure=on_failure
         )
 
     def run(self) -> RoundResult:
-        """Run the round; if too few replies are accepted, retry failed clients as often as the rules allow."""
+        """Run the round; if too few replies are accepted, retry failed clients as often as the settings allow."""
         reduced, attempt = self.reduce()
         missed = frozenset[str]()
         if self.context.method.declare_claims().second_exchange:
@@ -302,7 +301,7 @@ class Round:
             TooFewReplies: If too few replies are accepted after all attempts.
         """
         aggregation, exchange = self.aggregation, self._exchange
-        for attempt in range(self.context.rules.retries + 1):
+        for attempt in range(self.context.settings.retries + 1):
             clients = {id: exchange.get_client(id) for id in aggregation.get_missing()}
             try:
                 self._train(aggregation.open(clients, attempt, exchange.encoder), attempt)
@@ -325,7 +324,6 @@ class Round:
         order = context.method.build_second_order(context.state, first)
         second = Round(
             build_second_context(context, order, aggregation.replies, aggregation.clipped),
-            self._new_aggregation,
             Progress(context.state, last_rounds=self._exchange.last_rounds),
             self._best,
             on_failure=self._on_failure,
@@ -357,7 +355,7 @@ class Round:
             return awaited.is_over(id, aggregation.get_counted, aggregation.quorum) or is_enough
 
         orders = Orders(context.task, masks, order, lambda id: aggregation.compute_reply_bytes(exchange.get_client(id)))
-        context.transport.exchange(orders, on_reply, context.rules.deadline, wait_for_offline=attempt > 0)
+        context.transport.exchange(orders, on_reply, context.settings.deadline, wait_for_offline=attempt > 0)
 
     def _announce(self, ids: Iterable[str], attempt: int) -> Mapping[str, tuple[Charge, ...]]:
         """Return what an attempt's orders cost each client, after announcing it with what the round costs all."""

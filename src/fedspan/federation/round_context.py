@@ -9,17 +9,16 @@ from typing import Literal
 from fedspan.core.method import Method
 from fedspan.core.values import Client, Message, ServerState
 from fedspan.federation.changes import ChangeSize
+from fedspan.federation.config import RoundSettings
 from fedspan.federation.plausibility import limit_weights
 from fedspan.federation.progress import ClientData, Failure, Purpose, Transfer
-from fedspan.federation.settings import RoundSettings
 from fedspan.federation.transport import Transport
-from fedspan.federation.validation import ReplyRules
-from fedspan.training.jobs import TrainingSettings
+from fedspan.training.config import TrainingSettings
 
 
 @dataclass(frozen=True)
 class RoundContext:
-    """The definition of a round: its method, clients, state and rules."""
+    """The definition of a round: its method, clients, state and settings."""
 
     method: Method
     settings: RoundSettings
@@ -32,7 +31,6 @@ class RoundContext:
     """The same ids in the order in which they were drawn."""
     target: int
     """Number of replies that the round aims for."""
-    rules: ReplyRules
     transport: Transport
     run: str
     task: Literal["train", "second", "statistics"] = "train"

@@ -65,16 +65,20 @@ def build_second_context(
         factors: Factors by which their changes were scaled down, by client.
     """
     selected, clip_ratio = tuple(id for id in first.ids if id in ids), first.settings.clip_ratio
-    norm_factor = first.rules.norm_factor
+    max_norm_ratio = first.settings.max_norm_ratio
+    changes = {
+        "privacy": None,  # under DP-SGD, the only one of such methods, replies follow from training that is private
+        "over_select": 0,
+        "clip_ratio": None if clip_ratio is None else 2 * clip_ratio,
+        "max_norm_ratio": None if max_norm_ratio is None else 2 * max_norm_ratio,
+    }
     return replace(
         first,
         method=SecondExchange(inner=first.method, order=order, state=first.state),
-        # Under DP-SGD, the only privacy that such methods support, replies follow from training that is private.
-        settings=replace(first.settings, privacy=None, clip_ratio=None if clip_ratio is None else 2 * clip_ratio),
+        settings=first.settings.model_copy(update=changes),
         ids=selected,
         draw_order=tuple(id for id in first.draw_order if id in ids),
         target=len(selected),
-        rules=replace(first.rules, over_select=0, norm_factor=None if norm_factor is None else 2 * norm_factor),
         task="second",
         check=None,
         absent=first.absent & frozenset(selected),

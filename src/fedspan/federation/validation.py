@@ -20,29 +20,6 @@ _LARGEST = 1e15
 """Largest number that a reply may hold: far above a trained value, and its square fits into every format."""
 
 
-@dataclass(frozen=True)
-class ReplyRules:
-    """Rules for accepting replies and the round: fields of the config section ``federation``, or described here."""
-
-    min_replies: int | None = None
-    deadline: float = 3600.0
-    retries: int = 2
-    norm_factor: float | None = 10.0
-    """Maximum distance of a reply from the untrained one, as a multiple of the cohort's median; None: no limit."""
-    over_select: int = 0
-    max_missed_rounds: int | None = None
-    least: int = 1
-    """Number of accepted replies that a round needs in any case, unless its cohort is smaller."""
-    validate: bool = True
-    """Whether to check replies; without it (trusted clients in this process) all of the cohort reply, none fails, and
-    each reply of a synchronous round is folded into the reduction on arrival."""
-
-    def compute_quorum(self, cohort: int) -> int:
-        """Return the number of accepted replies that a round needs."""
-        required = cohort // 2 + 1 if self.min_replies is None else self.min_replies
-        return min(cohort, max(required, self.least))
-
-
 def build_untrained_reply(method: Method, sent: Message, client: Client, round: int) -> Message:
     """Return the reply of a client without memory whose training changes nothing."""
     return build_untrained_jobs(method, sent, client, round)[1]

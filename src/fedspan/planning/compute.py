@@ -35,7 +35,7 @@ from fedspan.models.calls import has_own_decoder_inputs
 from fedspan.models.prefix import FrozenPrefix, list_live_modules
 from fedspan.planning.traffic import Computation, StandIn
 from fedspan.tasks.losses import upcast
-from fedspan.training.jobs import TrainingSettings
+from fedspan.training.config import TrainingSettings
 
 
 @dataclass(frozen=True)

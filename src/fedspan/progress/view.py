@@ -48,7 +48,7 @@ class RunView(ProgressBar):
         super().on_start(prepared, done, resumed)
         config, federation = prepared.config, prepared.federation
         clients = len(federation.clients)
-        cohort = federation.settings.cohort or clients
+        cohort = federation.settings.clients_per_round or clients
         parts, data_by_client = prepared.partition, federation.clients
         client_examples = sum(data.client.examples for data in data_by_client.values()) if parts is None else 0
         examples = client_examples if parts is None else int(parts.parts.sizes[:, 0].sum())

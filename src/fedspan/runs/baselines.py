@@ -86,7 +86,7 @@ def _build_variant(
     changes = {"lr": training.lr if lr is None else lr, "optimizer_state": "keep", "logit_adjustment": 0.0}
     settings = training.model_copy(update=changes)
     engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, None, shared_with=prepared.engine)
-    rounds = replace(config.build_round_settings(), cohort=None, buffered=None)
+    rounds = config.build_round_settings().trust().model_copy(update={"clients_per_round": None, "buffered": None})
     federation = simulate(
         config.wrap_method(method, find_new_head(prepared.config, prepared.model)),
         engine,

@@ -22,7 +22,7 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress
 from fedspan.files import convert_disk_errors, from_json, read_bytes, to_json, write_atomic
 from fedspan.training.batched import BatchedEngine
-from fedspan.training.jobs import TrainingSettings
+from fedspan.training.config import TrainingSettings
 from fedspan.transports.in_process import simulate
 
 EXPONENTS = (-2, -1, 0, 1, 2)
@@ -78,7 +78,7 @@ def run_range_test(prepared: Prepared, default: float) -> RangeTest:
         # The plan that the test measures is that of the run, which follows.
         engine.rounds = len(EXPONENTS) * min(ROUNDS, federation.settings.rounds) + federation.settings.rounds
         engine.on_plan = main.adopt_plan
-    synchronous = replace(federation.settings, buffered=None)
+    synchronous = federation.settings.trust().model_copy(update={"buffered": None})
     trial = simulate(federation.method, engine, federation.clients, federation.examples, synchronous)
     with engine.stages.stage("learning rate", len(EXPONENTS), "rates"):
         return _test_rates(prepared, trial, short, default)

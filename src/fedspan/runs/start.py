@@ -17,8 +17,8 @@ from fedspan.config import RunConfig
 from fedspan.data.files import FROM_TRAINERS
 from fedspan.data.partition import Partition
 from fedspan.errors import FedspanError
+from fedspan.federation.config import Arrivals
 from fedspan.federation.progress import Progress
-from fedspan.federation.settings import Arrivals
 from fedspan.files import convert_disk_errors, fsync_tree, remove, write_atomic
 from fedspan.logs import JsonLines, read_lines
 from fedspan.progress.file import ProgressFile

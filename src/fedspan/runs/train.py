@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fedspan.assembly.cluster import connect_workers, get_resources
+from fedspan.assembly.cluster import connect_workers
 from fedspan.assembly.run import Prepared, collect_objects, prepare
 from fedspan.config import RunConfig, override, parse_config, read_values
 from fedspan.data.files import FROM_TRAINERS, IN_MEMORY
@@ -358,5 +358,6 @@ def _simulate_on_cluster(
     """Run a federation with its clients on the workers of a cluster (``start.HostRun``)."""
     from fedspan.transports.ray.team import open_team
 
-    with open_team(get_resources(prepared.config)) as team:
+    assert prepared.config.cluster is not None
+    with open_team(prepared.config.cluster) as team:
         return run_rounds(connect_workers(prepared, team, load_noise_key(run_folder.path, prepared.config)))

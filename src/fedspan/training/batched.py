@@ -31,14 +31,17 @@ from fedspan.training.batching import (
     stack_models,
     stack_on_shared_examples,
 )
+from fedspan.training.config import EngineConfig, Privacy, TrainingSettings
 from fedspan.training.engine import FinishJob, OpenJob
-from fedspan.training.jobs import Assignment, PrefixSettings, Privacy, TrainingSettings, convert_out_of_memory
+from fedspan.training.jobs import Assignment, convert_out_of_memory
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCaches
 from fedspan.training.services import join_features
-from fedspan.training.stacking import DEFAULT, PROBE_CLIENTS, MeasuringTime, StackingPlan, StackingRequest, tune
+from fedspan.training.stacking import DEFAULT, PROBE_CLIENTS, MeasuringTime, StackingPlan, tune
 from fedspan.training.stages import Stages
 from fedspan.training.worker import Worker
+
+_UNCACHED = EngineConfig(prefix_cache=False)
 
 
 class BatchedEngine:
@@ -46,9 +49,8 @@ class BatchedEngine:
 
     Args:
         seed: Seed of every random draw (batches, dropout).
-        request: The number of clients at once, as far as it is not measured.
-        prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
-            this model and task; None: they are computed every time.
+        options: The number of clients at once, as far as it is not measured, and those of ``TrainingServices``.
+        prefixes: As in ``TrainingServices``.
         rounds: Planned number of rounds, which bounds what is spent on measuring; None: it is unknown.
     """
 
@@ -58,26 +60,26 @@ class BatchedEngine:
         task: Task,
         settings: TrainingSettings,
         seed: int,
-        request: StackingRequest | None = None,
-        prefix: PrefixSettings | PrefixCaches | None = None,
-        padding_free: bool = True,
+        options: EngineConfig = _UNCACHED,
+        prefixes: PrefixCaches | None = None,
         stages: Stages | None = None,
         rounds: int | None = None,
         privacy: Privacy | None = None,
+        hidden_batch_size: int = 32,
     ) -> None:
         self.rounds = rounds
         self.on_plan: Callable[[StackingPlan], None] | None = None
         """Receives the stacking plan before the first training that uses it; None: there is no receiver."""
         self.stages = stages or Stages()
         self.adapted, self.task, self.settings, self.seed, self.privacy = adapted, task, settings, seed, privacy
-        self.request = request or StackingRequest()
+        self.options = options
         self.stacking: StackingPlan | None = None
         """The stacking plan; known from the first round on, or set beforehand."""
         self.measuring = MeasuringTime()
         """The time that is left for measuring stacking plans, which the engines of a run share."""
         self.refusal_elsewhere: str | None = None
         """``refusal`` of an engine in another process that trains this one's clients; None: there is none."""
-        loop = LoopEngine(adapted, task, settings, seed, prefix, padding_free, self.stages, privacy)
+        loop = LoopEngine(adapted, task, settings, seed, options, prefixes, self.stages, privacy, hidden_batch_size)
         self._workers = [Worker(loop)]
         self._predicts_alone = False  # models could not share a pass
 
@@ -122,7 +124,7 @@ class BatchedEngine:
             with self.stages.stage("stacking"):
                 planned = self.rounds if rounds is None else rounds
                 plan = tune(
-                    self.request,
+                    self.options,
                     self._get_workers,
                     run_parallel,
                     assignments,
@@ -191,7 +193,7 @@ class BatchedEngine:
     def _count_threads(self) -> int:
         """Return the number of threads of passes that no plan is for: a resumed run knows it before the first round."""
         threads = torch.get_num_threads() if self.adapted.device.type == "cpu" else 1
-        return self.request.workers or min(DEFAULT.workers, threads)
+        return self.options.workers or min(DEFAULT.workers, threads)
 
     def evaluate(
         self, client: str, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, bounded: bool = False
@@ -235,9 +237,9 @@ class BatchedEngine:
                 yield predictions[index] if index in predictions else self.predict(job, examples, indices, batch_size)
 
     def get_prediction_plan(self) -> StackingPlan:
-        """Return the plan by which models share passes: the stacking plan, or, while it is unknown, the request."""
+        """Return the plan by which models share passes: the stacking plan, or, while it is unknown, the options."""
         return self.stacking or StackingPlan(
-            self.request.clients_per_pass or DEFAULT.clients_per_pass, self.request.workers or 1
+            self.options.clients_per_pass or DEFAULT.clients_per_pass, self.options.workers or 1
         )
 
     def _count_models_per_pass(self, plan: StackingPlan) -> int:

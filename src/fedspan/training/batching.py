@@ -21,7 +21,8 @@ from fedspan.models.layout import Padded, TokenLayout
 from fedspan.models.precision import compute_tolerance
 from fedspan.models.unpadded import Unpadded
 from fedspan.tasks.task import Examples, Task
-from fedspan.training.jobs import Assignment, TrainingSettings, is_explained
+from fedspan.training.config import TrainingSettings
+from fedspan.training.jobs import Assignment, is_explained
 
 _WINDOW = 8
 

@@ -14,7 +14,8 @@ from fedspan.core.tensors import EXTRAS, create_generator, group_by_layer, is_ex
 from fedspan.core.values import OptimizerState, Trained
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import draw_job_batches
-from fedspan.training.jobs import Assignment, TrainingSettings, build_not_finite_error
+from fedspan.training.config import TrainingSettings
+from fedspan.training.jobs import Assignment, build_not_finite_error
 from fedspan.training.optimizers import Layout, build_optimizer_spec, join_states
 
 

@@ -31,7 +31,8 @@ from fedspan.models.precision import compute_tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.accounting import Mechanism, calibrate_noise, require_opacus
-from fedspan.training.jobs import Assignment, Privacy, TrainingSettings, is_explained
+from fedspan.training.config import Privacy, TrainingSettings
+from fedspan.training.jobs import Assignment, is_explained
 from fedspan.training.services import TrainingServices, draw_dropout_mask
 
 log = logging.getLogger("fedspan.node")
@@ -62,7 +63,7 @@ def compute_noise(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[J
     if not steps:
         return 0.0
     rate = compute_expected_batch(settings, count) / count
-    return calibrate_noise(rate, steps, privacy.epsilon, privacy.delta, privacy.accounting)
+    return calibrate_noise(rate, steps, privacy.epsilon, privacy.delta, privacy.accountant)
 
 
 def release_of(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job], count: int) -> tuple[Mechanism, int]:

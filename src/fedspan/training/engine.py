@@ -12,7 +12,8 @@ from fedspan.core.values import Job, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import ModelInputs
-from fedspan.training.jobs import Assignment, Privacy, TrainingSettings
+from fedspan.training.config import Privacy, TrainingSettings
+from fedspan.training.jobs import Assignment
 from fedspan.training.prefix import PrefixCaches
 from fedspan.training.stages import Stages
 

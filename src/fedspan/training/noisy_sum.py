@@ -15,7 +15,8 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 
 from fedspan.core.noise import add_gaussian, compute_tensor_digest
-from fedspan.training.jobs import Assignment, Privacy
+from fedspan.training.config import Privacy
+from fedspan.training.jobs import Assignment
 
 
 class _Keyed(DPOptimizer):

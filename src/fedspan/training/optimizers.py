@@ -14,7 +14,8 @@ from torch.optim.adamw import adamw
 from fedspan.core.smoothing import smooth
 from fedspan.core.tensors import Tensors, to_device
 from fedspan.core.values import Group, Job, OptimizerSpec, OptimizerState
-from fedspan.training.jobs import Assignment, TrainingSettings
+from fedspan.training.config import TrainingSettings
+from fedspan.training.jobs import Assignment
 
 
 def build_optimizer_spec(assignment: Assignment, settings: TrainingSettings) -> OptimizerSpec:

@@ -27,10 +27,12 @@ from fedspan.models.prefix import FrozenPrefix, NoPrefix, list_live_modules
 from fedspan.tasks.losses import get_logits
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import Padding, split_evaluation_batches
-from fedspan.training.jobs import PrefixSettings, convert_out_of_memory, is_explained
+from fedspan.training.config import EngineConfig
+from fedspan.training.jobs import convert_out_of_memory, is_explained
 from fedspan.training.prefix_rows import PrefixRows, PrefixStore, compute_prefix_key, store_in_use
 from fedspan.training.stages import Stages
 
+_GIB = 2**30
 _SAMPLE = 4
 """Number of examples on which a cache is verified."""
 
@@ -306,10 +308,10 @@ def _get_tolerance(dtype: torch.dtype) -> float:
 
 
 class PrefixCaches:
-    """The caches of an engine, one for each data set that it is given; without settings, none.
+    """The caches of an engine, one for each data set that it is given; none without ``prefix_cache``.
 
     Args:
-        settings: Storage of hidden states, or None.
+        batch_size: Number of examples in the forward passes that compute hidden states.
         stages: Reports how many examples are done; None: it is not reported.
         padding: Runs passes without padding; None: they are padded.
     """
@@ -318,11 +320,13 @@ class PrefixCaches:
         self,
         adapted: AdaptedModel,
         task: Task,
-        settings: PrefixSettings | None,
+        settings: EngineConfig,
+        batch_size: int,
         stages: Stages | None = None,
         padding: Padding | None = None,
     ) -> None:
-        self.adapted, self.task, self.settings, self._padding = adapted, task, settings, padding
+        self.adapted, self.task, self.settings = adapted, task, settings
+        self._batch_size, self._padding = batch_size, padding
         self.stages = stages or Stages()
         self._lock = Lock()
         self._caches: dict[int, tuple[Examples, PrefixCache | None, str]] = {}  # a held data set keeps its id
@@ -337,12 +341,12 @@ class PrefixCaches:
 
     def get_cache(self, examples: Examples) -> PrefixCache | None:
         """Return the cache of a data set, or None. Its first use installs the model's bare base."""
-        if self.settings is None:
+        if not self.settings.prefix_cache:
             return None
         key = id(examples)
         with self._lock:
             if key not in self._caches:
-                self._caches[key] = (examples, *self._create(examples, self.settings))
+                self._caches[key] = (examples, *self._create(examples))
             cache = self._caches[key][1]
         if cache is not None and key not in self._replicas:
             is_own = cache.adapted is self.adapted
@@ -353,12 +357,13 @@ class PrefixCaches:
         """Store nothing of a data set from now on, in any replica."""
         self._caches[id(examples)] = (examples, None, "the model fails on an example")
 
-    def _create(self, examples: Examples, settings: PrefixSettings) -> tuple[PrefixCache | None, str]:
+    def _create(self, examples: Examples) -> tuple[PrefixCache | None, str]:
         used_bytes = sum(
             cache.nbytes for _, cache, _ in self._caches.values() if cache is not None and not cache.mapped
         )
-        file = None if settings.folder is None else settings.folder / f"prefix-{os.getpid()}-{len(self._caches)}.bin"
-        budget = settings.budget - used_bytes
+        folder, name = self.settings.prefix_folder, f"prefix-{os.getpid()}-{len(self._caches)}.bin"
+        file = None if folder is None else Path(folder) / name
+        budget = int(self.settings.prefix_memory * _GIB) - used_bytes
         # Weights that are offloaded cannot be digested for another run without reading them all.
         store = None if any(map(is_offloaded, self.adapted.model.modules())) else self._store
         if self._padding is not None and len(examples.lengths):
@@ -371,7 +376,7 @@ class PrefixCaches:
         """Return the reason why a data set has no cache; None if it has one."""
         if self.get_cache(examples) is not None:
             return None
-        return "it was not asked for" if self.settings is None else self._caches[id(examples)][2]
+        return "it was not asked for" if not self.settings.prefix_cache else self._caches[id(examples)][2]
 
     def ensure(
         self,
@@ -387,9 +392,9 @@ class PrefixCaches:
             run: Calls a function with these caches and their replicas, each in a thread; None: with these.
         """
         cache = self.get_cache(examples)
-        if cache is None or self.settings is None:
+        if cache is None:
             return
-        missing, size = sum(map(cache.count_missing, parts)), self.settings.batch_size
+        missing, size = sum(map(cache.count_missing, parts)), self._batch_size
         if missing:
             memory = convert_out_of_memory(self.adapted.device, "evaluation.batch_size", size, "examples in a batch")
 

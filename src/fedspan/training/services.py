@@ -23,15 +23,9 @@ from fedspan.tasks.losses import CLASS_OPTIONS, CLASS_WEIGHTS, OFFSETS, SMOOTHIN
 from fedspan.tasks.single_label import compute_class_offsets, compute_class_weights
 from fedspan.tasks.task import Examples, LabelsWords, Task, get_labels
 from fedspan.training.batching import AlikeGroups, ModelInputs, Padding, split_evaluation_batches
+from fedspan.training.config import EngineConfig, Privacy, TrainingSettings
 from fedspan.training.features import FeatureStore, trains_output_layer
-from fedspan.training.jobs import (
-    Assignment,
-    PrefixSettings,
-    Privacy,
-    TrainingSettings,
-    convert_out_of_memory,
-    is_explained,
-)
+from fedspan.training.jobs import Assignment, convert_out_of_memory, is_explained
 from fedspan.training.optimizers import LocalOptimizer, build_optimizer_spec, clip, join_states
 from fedspan.training.prefix import PrefixCaches
 from fedspan.training.references import References
@@ -63,15 +57,20 @@ def _require_loss_options(task: Task, settings: TrainingSettings) -> None:
             raise FedspanError(f"training.class_weights.{label}", weight, problem=problem)
 
 
+PLAIN = EngineConfig(name="loop", prefix_cache=False)
+"""Padded passes through the whole model, one client after another."""
+
+
 class TrainingServices:
     """A model with everything that an engine needs to train a job on it.
 
     Args:
         seed: Seed of every random draw (batches, dropout).
-        prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
-            this model and task; None: they are computed every time.
+        options: Whether passes have padding, and the storage of the hidden states that leave the model's frozen prefix.
+        prefixes: The caches of hidden states of another engine on this model and task; None: the engine has its own.
         privacy: Privacy of the run; with ``dp-sgd``, batches are Poisson samples of ``batch_size *
             gradient_accumulation_steps`` examples on average, and ``max_grad_norm`` has no effect.
+        hidden_batch_size: Number of examples in the forward passes that compute hidden states.
     """
 
     def __init__(
@@ -80,10 +79,11 @@ class TrainingServices:
         task: Task,
         settings: TrainingSettings,
         seed: int,
-        prefix: PrefixSettings | PrefixCaches | None = None,
-        padding_free: bool = False,
+        options: EngineConfig = PLAIN,
+        prefixes: PrefixCaches | None = None,
         stages: Stages | None = None,
         privacy: Privacy | None = None,
+        hidden_batch_size: int = 32,
     ) -> None:
         self.stages = stages or Stages()
         self.adapted = adapted
@@ -99,17 +99,13 @@ class TrainingServices:
         self.references = References(adapted, task, self.stages, settings.batch_size)
         self.features = FeatureStore()
         refusals = {
-            "it was not asked for": not padding_free,
+            "it was not asked for": options.name == "loop" or not options.padding_free,
             "dropout masks have the shape of padded batches": settings.lora_dropout > 0,
             "packed batches have none": getattr(task, "packing", False),
             "a batch takes several passes of the model": getattr(task, "has_several_passes", False),
         }
         self.padding = Padding(adapted, task, next((reason for reason, holds in refusals.items() if holds), None))
-        self.prefixes = (
-            prefix
-            if isinstance(prefix, PrefixCaches)
-            else PrefixCaches(adapted, task, prefix, self.stages, self.padding)
-        )
+        self.prefixes = prefixes or PrefixCaches(adapted, task, options, hidden_batch_size, self.stages, self.padding)
 
     def prepare(
         self,

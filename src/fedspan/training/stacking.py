@@ -34,6 +34,7 @@ from fedspan.models.stacked import Unstackable
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import draw_job_batches
 from fedspan.training.client_slot import ClientSlot, place_rows, select_group
+from fedspan.training.config import EngineConfig
 from fedspan.training.jobs import Assignment
 from fedspan.training.worker import Worker
 
@@ -55,14 +56,6 @@ class StackingPlan:
     clients_per_pass: int
     workers: int
     """Number of threads, each with its own passes."""
-
-
-@dataclass(frozen=True)
-class StackingRequest:
-    """The user's settings; None: measured."""
-
-    clients_per_pass: int | None = None
-    workers: int | None = None
 
 
 DEFAULT = StackingPlan(4, 2)
@@ -140,7 +133,7 @@ class MeasurementBudget:
 
 
 def tune(
-    request: StackingRequest,
+    options: EngineConfig,
     workers: Callable[[int], Sequence[Worker]],
     run_parallel: Callable[[Sequence[Callable[[], None]]], None],
     assignments: Sequence[Assignment],
@@ -156,14 +149,14 @@ def tune(
         rounds: Planned number of rounds; measuring takes at most 5 % of their tokens and time. None: unlimited.
         limit: The time that is left, from which this measurement is taken; None: one of its own.
     """
-    if request.clients_per_pass is not None and request.workers is not None:
-        return StackingPlan(request.clients_per_pass, request.workers)
+    if options.clients_per_pass is not None and options.workers is not None:
+        return StackingPlan(options.clients_per_pass, options.workers)
     first, assignments = workers(1)[0], [assignment for assignment in assignments if len(assignment.indices)]
     probe = first.open_slot(assignments[0], examples) if assignments else None
     threads = torch.get_num_threads() if first.adapted.device.type == "cpu" else 1
     # Clients that train one by one can still train in parallel threads.
     default = StackingPlan(
-        request.clients_per_pass or DEFAULT.clients_per_pass, request.workers or min(DEFAULT.workers, threads)
+        options.clients_per_pass or DEFAULT.clients_per_pass, options.workers or min(DEFAULT.workers, threads)
     )
     if probe is None or first.refusal is not None:
         return default
@@ -171,9 +164,9 @@ def tune(
     planned = math.inf if rounds is None else _SHARE * rounds * clients * per_client
     limit, pass_tokens = limit or MeasuringTime(), _count_tokens(first, assignments[0], examples) / len(probe.batches)
     budget = MeasurementBudget(planned, pass_tokens, limit.left)
-    if not budget.can_afford(_list_first_plans(request, clients, threads)):
+    if not budget.can_afford(_list_first_plans(options, clients, threads)):
         return default
-    key = _build_key(request, first, probe, clients, examples, budget)
+    key = _build_key(options, first, probe, clients, examples, budget)
     if (cached := read_plans().get(key)) is not None:
         return cached
 
@@ -189,11 +182,11 @@ def tune(
 
     try:
         with limit.spend():
-            plan = search(request, clients, threads, seconds, budget)
+            plan = search(options, clients, threads, seconds, budget)
     except Unstackable:
         return default  # training finds the reason again, and reports it
     if paces and all(map(math.isinf, paces)):  # perhaps another program uses the memory now
-        return StackingPlan(request.clients_per_pass or 1, request.workers or 1)
+        return StackingPlan(options.clients_per_pass or 1, options.workers or 1)
     if is_whole or not budget.exhausted:  # other engines' measurements may have left too little time for this one
         _store(key, plan or default)
     return plan or default
@@ -204,15 +197,15 @@ def _count_tokens(worker: Worker, assignment: Assignment, examples: Examples) ->
     return sum(int(examples.lengths[batch].sum()) for batch in batches)
 
 
-def _list_first_plans(request: StackingRequest, clients: int, threads: int) -> list[StackingPlan]:
-    best = StackingPlan(request.clients_per_pass or min(4, clients), request.workers or 1)
-    if request.workers is None and threads > 1 and clients > 1:
+def _list_first_plans(options: EngineConfig, clients: int, threads: int) -> list[StackingPlan]:
+    best = StackingPlan(options.clients_per_pass or min(4, clients), options.workers or 1)
+    if options.workers is None and threads > 1 and clients > 1:
         return [best, StackingPlan(best.clients_per_pass, threads)]
     return [best]
 
 
 def search(
-    request: StackingRequest,
+    options: EngineConfig,
     clients: int,
     threads: int,
     measure: Callable[[StackingPlan, int], float],
@@ -223,7 +216,7 @@ def search(
     Args:
         measure: Measures seconds per token of a plan in a number of passes; infinite: they do not fit into memory.
     """
-    first = _list_first_plans(request, clients, threads)
+    first = _list_first_plans(options, clients, threads)
     best, best_seconds = first[0], 0.0
 
     def seconds(plan: StackingPlan) -> float:
@@ -236,7 +229,7 @@ def search(
             best, best_seconds = candidate, candidate_seconds
     if budget.exhausted:  # passes take so long that only one plan was measured
         return None
-    if request.clients_per_pass is not None:
+    if options.clients_per_pass is not None:
         return best
     share = -(-clients // best.workers)
     larger = [
@@ -260,7 +253,7 @@ def search(
         if best != start:
             break
     if (
-        request.workers is None and threads > 1 and clients > 1
+        options.workers is None and threads > 1 and clients > 1
     ):  # small passes do not predict how large ones share a CPU
         workers = 1 if best.workers > 1 else threads
         candidate = StackingPlan(min(best.clients_per_pass, -(-clients // workers)), workers)
@@ -347,7 +340,7 @@ def _open_slots(
 
 
 def _build_key(
-    request: StackingRequest,
+    options: EngineConfig,
     worker: Worker,
     slot: ClientSlot,
     clients: int,
@@ -365,7 +358,7 @@ def _build_key(
         "padded": not worker.loop.padding.possible,
         "batch": [settings.batch_size, round(float(examples.lengths.mean()), 1), settings.gradient_accumulation_steps],
         "clients": min(clients, _MAX_CLIENTS * torch.get_num_threads()),  # more make no pass larger
-        "request": asdict(request),
+        "request": {"clients_per_pass": options.clients_per_pass, "workers": options.workers},
         "budget": budget.size,
     }
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()

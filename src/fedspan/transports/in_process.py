@@ -11,19 +11,17 @@ from fedspan.clients.refusals import refuse_any
 from fedspan.clients.store import OverlayClientStore
 from fedspan.core.method import Method
 from fedspan.core.values import Message, ServerState
-from fedspan.federation.aggregation.aggregation import AggregationFactory
-from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.aggregation.reduction import ReplyBuffer
 from fedspan.federation.conditions import PHASES, Conditions, corrupt_reply
+from fedspan.federation.config import RoundSettings
 from fedspan.federation.federation import Federation, sort_clients
 from fedspan.federation.presence import Presence
 from fedspan.federation.progress import ClientData, ClientState, Progress
 from fedspan.federation.protocol import Envelope, Order, Reply, decode_order
 from fedspan.federation.secagg.messages import decode_phase
 from fedspan.federation.second_exchange import SecondExchange
-from fedspan.federation.settings import RoundSettings
 from fedspan.federation.transport import OnReply, OnTrained, Orders, TimedTransport
-from fedspan.federation.validation import ReplyRules, build_untrained_jobs, build_untrained_reply
+from fedspan.federation.validation import build_untrained_jobs, build_untrained_reply
 from fedspan.tasks.task import Examples
 from fedspan.training.engine import Engine
 
@@ -214,8 +212,6 @@ def simulate(
     clients: Sequence[ClientData] | Mapping[str, ClientData],
     examples: Examples,
     settings: RoundSettings,
-    rules: ReplyRules | None = None,
-    new_aggregation: AggregationFactory = PlaintextAggregation,
     secure: Mapping[str, SecureClient] | None = None,
     conditions: Conditions | None = None,
     presence: Presence | None = None,
@@ -225,14 +221,13 @@ def simulate(
     Args:
         clients: The clients in any order, or by sorted id (``LazyMapping``).
         examples: The data set that the clients' indices refer to.
-        rules: Rules for accepting replies and the round; None: every selected client has to reply.
         secure: Each client's half of secure aggregation; None: the run has none.
         conditions: Simulated conditions; None: every client replies at once.
         presence: The rounds in which each client is present; None: every client in every round.
     """
     by_id = sort_clients(clients)
     transport = create_transport(method, engine, by_id, examples, secure, conditions)
-    return Federation(method, engine, by_id, examples, settings, transport, rules, new_aggregation, presence=presence)
+    return Federation(method, engine, by_id, examples, settings, transport, presence=presence)
 
 
 def create_transport(
@@ -263,8 +258,6 @@ def replace_clients(federation: Federation, clients: Mapping[str, ClientData]) -
         clients,
         federation.examples,
         federation.settings,
-        federation.rules,
-        federation.new_aggregation,
         conditions=federation.transport.conditions,
         presence=federation.presence,
     )

@@ -20,13 +20,12 @@ from fedspan.federation import serialization
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation, create_reducer
 from fedspan.federation.aggregation.reduction import MessageBuffer, PrivateReducer, Reducer, ReplyBuffer
 from fedspan.federation.aggregation.robust import compute_geometric_median, find_largest_cluster, select_by_multi_krum
-from fedspan.federation.federation import STRICT
 from fedspan.federation.progress import ClientData
 from fedspan.federation.round_context import RoundContext, Tally
-from fedspan.federation.settings import RoundSettings
 from fedspan.methods.lora_a2 import LoRAA2
-from fedspan.training.jobs import Privacy, TrainingSettings
+from fedspan.training.config import Privacy, TrainingSettings
 from helpers.refusals import refused
+from helpers.round_settings import make_settings
 
 IDS = ("a", "b", "c", "d")
 
@@ -176,7 +175,7 @@ WEIGHTLESS = ("median", "trimmed-mean", "multi-krum", "flame")
 
 def reducer_of(clients: list[Client], origin: torch.Tensor | None = None, **settings: Any) -> Reducer:
     return create_reducer(
-        RoundSettings(1, **settings),
+        make_settings(1, **settings),
         clients,
         len(clients),
         0,
@@ -339,7 +338,7 @@ VALUES = (0.0, 1.0, 2.0, 5.0, 100.0)
 
 def reduce(*, round: int = 0, **settings: Any) -> torch.Tensor:
     reducer = create_reducer(
-        RoundSettings(1, **settings), CLIENTS, len(CLIENTS), round, lambda: {"fc/A": torch.zeros(1, 2)}
+        make_settings(1, **settings), CLIENTS, len(CLIENTS), round, lambda: {"fc/A": torch.zeros(1, 2)}
     )
     for client, value in zip(CLIENTS, VALUES, strict=True):
         reducer.add(client.id, Contribution(sum={"fc/A": torch.tensor([[value, -value]])}))
@@ -360,8 +359,8 @@ def test_rules_trim_seed_and_round_decide_the_result() -> None:
 
 def test_central_privacy_surrounds_the_mean() -> None:
     """Clipped to 1 about an untrained reply of zeros, the last reply moves the sum by 1 and not by 141."""
-    privacy = Privacy("central", clip=1.0, noise=1e-6)
-    settings = RoundSettings(1, privacy=privacy)
+    privacy = Privacy(mechanism="central", clip=1.0, noise=1e-6)
+    settings = make_settings(1, privacy=privacy)
     reducer = create_reducer(settings, CLIENTS, 5, 0, lambda: {"fc/A": torch.zeros(1, 2)})
     assert isinstance(reducer, PrivateReducer)
     half = 0.5**0.5
@@ -447,14 +446,13 @@ def test_a_reply_whose_size_depends_on_data_is_within_its_limit(round: int) -> N
     client = Client("a", rank=4, scaling=1.0, examples=5, weight=5.0)
     context = RoundContext(
         method=method,
-        settings=RoundSettings(rounds=2),
+        settings=make_settings(2),
         training=TrainingSettings(),
         clients={"a": ClientData(client, NONE, NONE, NONE)},
         state=method.init({}).advance_round() if round else method.init({}),
         ids=("a",),
         draw_order=("a",),
         target=1,
-        rules=STRICT,
         transport=cast(Any, None),
         run="",
     )

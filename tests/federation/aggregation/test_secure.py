@@ -25,11 +25,11 @@ from fedspan.crypto.keys import SessionKeys, draw_secret
 from fedspan.crypto.masks import Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
+from fedspan.federation.config import SecureSettings
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.federation.protocol import Envelope, Order, decode_reply
 from fedspan.federation.secagg import messages
-from fedspan.federation.settings import SecureSettings
 from fedspan.transports.in_process import simulate
 from helpers import refusals, secure_rounds, tiny
 from helpers.families import others_slow

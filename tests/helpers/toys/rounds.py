@@ -18,7 +18,8 @@ from fedspan.core.values import Client, Job, LayerSpec, Message, Reduced, Server
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.serialization import decode, decode_state, encode, encode_state
 from fedspan.planning.shape_inference import ClientExchange, ShapeInference, rewrap_method, unwrap_method
-from fedspan.training.jobs import Assignment, TrainingSettings
+from fedspan.training.config import TrainingSettings
+from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from fedspan.wrappers.extras import ExtrasPolicy, WithExtras
 

@@ -16,7 +16,8 @@ from fedspan.core.tensors import join_extra_name, join_tensor_name
 from fedspan.core.values import Group, Job
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
-from fedspan.training.jobs import Assignment, TrainingSettings
+from fedspan.training.config import TrainingSettings
+from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from fedspan.training.trainers.install import FrozenBase, checksum_frozen, install_job
 from fedspan.training.trainers.local import RoundPlan, plan_round

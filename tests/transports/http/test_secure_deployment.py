@@ -138,8 +138,7 @@ class Scene(NamedTuple):
         inner = ServerTransport(self.link, {id: node for id, (node, _) in met.items()}, signer=self.signer)
         transport = Lying(inner, lie)
         digest = Invitation(run=run, version=__version__, config=json.dumps(values)).digest
-        rules = prepared.config.federation.build_reply_rules()
-        made = connect(prepared, transport, rules, clients=clients, run=run, agreed=digest)
+        made = connect(prepared, transport, clients=clients, run=run, agreed=digest)
         return made.federation, transport
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,14 @@ import ray
 from ray.cluster_utils import Cluster
 
 import fedspan
-from fedspan.assembly.cluster import build_host, connect_workers, get_resources
+from fedspan.assembly.cluster import build_host, connect_workers
 from fedspan.assembly.run import Prepared, prepare
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import RoundResult
+from fedspan.training.config import ClusterConfig
 from fedspan.transports.ray.sharing import share_teams
-from fedspan.transports.ray.team import Piece, Resources, Team, WorkerHandle, open_team
+from fedspan.transports.ray.team import Piece, Team, WorkerHandle, open_team
 from fedspan.transports.ray.worker import BaseVersion
 from helpers import tiny
 from helpers.plain_data import plain
@@ -70,7 +70,7 @@ def test_workers_that_die_are_started_again_in_this_run_and_the_next(tiny_folder
         for handle in team.handles:
             ray.kill(handle.actor)
 
-    with open_team(get_resources(prepared.config)) as team:
+    with open_team(prepared.config.cluster) as team:
         require_same_rounds(undisturbed(prepared), connect_workers(prepared, team), kill)
         assert [handle.deaths for handle in team.handles] == [1, 1]
         for handle in team.handles:
@@ -88,7 +88,7 @@ def end_process(handle: WorkerHandle) -> Any:
 @pytest.fixture
 def ready_team(tiny_folder: Path) -> Iterator[Team]:
     prepared = prepare(config(tiny_folder, workers=4))
-    with open_team(get_resources(prepared.config)) as team:
+    with open_team(prepared.config.cluster) as team:
         connect_workers(prepared, team)
         yield team
 
@@ -139,7 +139,7 @@ def test_a_piece_of_which_three_workers_die_fails_and_the_others_are_done(ready_
 def test_a_stack_that_ends_three_workers_costs_its_clients(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They count as failed, like clients that do not reply; the round continues with the others."""
     prepared = prepare(config(tiny_folder))
-    with open_team(get_resources(prepared.config)) as team:
+    with open_team(prepared.config.cluster) as team:
         federation = connect_workers(prepared, team).federation
         share = Team.share
 
@@ -159,7 +159,7 @@ def test_a_stack_that_ends_three_workers_costs_its_clients(tiny_folder: Path, mo
 
 
 def test_a_run_whose_workers_are_all_lost_ends(ready_team: Team) -> None:
-    ready_team.resources = replace(ready_team.resources, start_timeout=1.0)
+    ready_team.cluster = ready_team.cluster.model_copy(update={"start_timeout": 1.0})
     for handle in ready_team.handles:
         handle.lost = True
     with pytest.raises(FedspanError, match="all workers died"):
@@ -172,7 +172,7 @@ def test_a_run_does_not_wait_for_the_work_of_an_aborted_one(tiny_folder: Path) -
     def abort(client: str, loss: float) -> None:
         raise KeyboardInterrupt
 
-    with open_team(get_resources(prepared.config)) as team:
+    with open_team(prepared.config.cluster) as team:
         aborted = connect_workers(prepared, team).federation
         actors = [handle.actor for handle in team.handles]
         with pytest.raises(KeyboardInterrupt):
@@ -187,7 +187,7 @@ def test_the_same_base_is_no_new_version(monkeypatch: pytest.MonkeyPatch) -> Non
     stored: list[bytes] = []
     monkeypatch.setattr(Team, "_start", lambda team: None)
     monkeypatch.setattr(ray, "put", stored.append)
-    team = Team(Resources("local", workers=2))
+    team = Team(ClusterConfig(workers=2))
     base = BaseUpdate()
     for number, previous in enumerate((None, 1), 1):
         base = base.add(Increment(number, {}, decay=0.5))
@@ -213,7 +213,7 @@ def machines() -> Iterator[Cluster]:
 @pytest.mark.parametrize("engine", [{}, BATCHED], ids=["loop", "batched"])
 def test_a_machine_that_dies_costs_its_stacks(engine: dict[str, Any], machines: Cluster, tiny_folder: Path) -> None:
     prepared = prepare(config(tiny_folder, engine, address=machines.address))
-    with open_team(get_resources(prepared.config)) as team:
+    with open_team(prepared.config.cluster) as team:
         connected = connect_workers(prepared, team, build=build_host)
         expected = undisturbed(connected if engine else prepared)  # on workers, other clients share a pass
         node = machines.list_all_nodes()[-1]
@@ -252,14 +252,14 @@ def test_runs_of_a_series_may_differ_in_their_workers(tiny_folder: Path) -> None
     with share_teams():
         for workers in (1, 2):
             prepared = prepare(config(tiny_folder, workers=workers))
-            with open_team(get_resources(prepared.config)) as team:
+            with open_team(prepared.config.cluster) as team:
                 connected = connect_workers(prepared, team).federation
                 assert connected.run_round(connected.begin()).failures == ()
 
 
 def test_a_process_without_the_token_is_not_let_in(tiny_folder: Path) -> None:
     code = "import sys, ray; ray.init(address=sys.argv[1], logging_level='error')"
-    with open_team(get_resources(config(tiny_folder))):
+    with open_team(config(tiny_folder).cluster):
         address = ray.get_runtime_context().gcs_address
         stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
         for variables, admitted in ((stranger, False), (dict(os.environ), True)):

@@ -38,7 +38,7 @@ pytest.importorskip("ray", reason="the extra fedspan[cluster] is not installed")
 
 import ray
 
-from fedspan.assembly.cluster import connect_workers, get_resources
+from fedspan.assembly.cluster import connect_workers
 from fedspan.assembly.run import Prepared
 from fedspan.federation.progress import Progress
 from fedspan.training.stages import Stage, Stages
@@ -313,7 +313,7 @@ def config(folder: Path, method: str, engine: dict[str, Any], **changes: Any) ->
 
 @pytest.fixture(scope="module")
 def team(tiny_folder: Path) -> Iterator[Team]:
-    with open_team(get_resources(config(tiny_folder, "fedit", {}))) as made:
+    with open_team(config(tiny_folder, "fedit", {}).cluster) as made:
         yield made
 
 

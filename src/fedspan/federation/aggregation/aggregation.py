@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from fedspan.core.values import Client, Reduced
+from fedspan.crypto import require_packages
+from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.protocol import Masking, OrderEncoder, Reply
 from fedspan.federation.round_context import RoundContext, Tally
 
@@ -66,4 +68,12 @@ class Aggregation(Protocol):
         ...
 
 
-AggregationFactory = Callable[[RoundContext, Tally], Aggregation]
+def create_aggregation(context: RoundContext, tally: Tally) -> Aggregation:
+    """Create a round's aggregation: in plaintext, or under secure aggregation if the settings have it."""
+    secure = context.settings.secure
+    if secure is None:
+        return PlaintextAggregation(context, tally)
+    require_packages()
+    from fedspan.federation.aggregation.secure import SecureAggregation  # needs fedspan[secagg]
+
+    return SecureAggregation(context, tally, secure)

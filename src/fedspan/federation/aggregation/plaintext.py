@@ -18,11 +18,11 @@ from fedspan.federation.aggregation.robust import (
     MultiKrumReducer,
 )
 from fedspan.federation.changes import MODEL, Change, compute_norm_limits, measure_change, rebase_change, shrink_reply
+from fedspan.federation.config import RoundSettings
 from fedspan.federation.privacy import create_central_privacy
 from fedspan.federation.progress import Failure, TooFew, Transfer
 from fedspan.federation.protocol import Masking, OrderEncoder, Reply
 from fedspan.federation.round_context import RoundContext, Tally
-from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import (
     build_untrained_reply,
     compute_origin,
@@ -45,7 +45,7 @@ class PlaintextAggregation:
 
     def __init__(self, context: RoundContext, tally: Tally) -> None:
         self.context, self.tally = context, tally
-        self.quorum = context.rules.compute_quorum(context.target)
+        self.quorum = context.settings.compute_quorum(context.target)
         self.replies: dict[str, Reply] = {}
         self.clipped: Mapping[str, float] = {}
         self._changes: dict[str, Change] = {}
@@ -54,8 +54,8 @@ class PlaintextAggregation:
         self._buffer = MessageBuffer()
         self._expected: dict[tuple[str, int], Message] = {}
         self._reply_bytes = dict[int, int]()
-        rules, settings = context.rules, context.settings
-        is_compared = rules.validate or rules.over_select > 0 or settings.clips
+        settings = context.settings
+        is_compared = settings.validates or settings.over_select > 0 or settings.clips
         self._folds = not is_compared and settings.buffered is None
         self.lowered: Mapping[str, float]
         self.lowered, self._reducer = self._begin_reduction()
@@ -127,10 +127,10 @@ class PlaintextAggregation:
         return not self._folds and len(self.get_counted()) >= context.target
 
     def _measure_change(self, message: Message, client: Client) -> Change:
-        """Validate a reply, if the rules ask for it, and return the sizes of its change."""
+        """Validate a reply, if the settings ask for it, and return the sizes of its change."""
         method = self.context.method
         expected = self._get_untrained_reply(client, self._get_sent_state(client))
-        if self.context.rules.validate:
+        if self.context.settings.validates:
             return validate_reply(method, message, client, expected).change
         change = measure_change(message, method.contribute(message, client), expected, method, client)
         settings = self.context.settings
@@ -172,10 +172,10 @@ class PlaintextAggregation:
         return build_untrained_reply(method, method.sync(state, new_client), new_client, state.round)
 
     def _find_outliers(self) -> dict[str, str]:
-        rules = self.context.rules
-        if not rules.validate or self.context.settings.central is not None:
+        settings = self.context.settings
+        if not settings.validates or settings.central is not None:
             return {}  # under central privacy one client must not decide whether others count; replies are clipped
-        return find_outliers(self._get_scaled_changes(), rules.norm_factor)
+        return find_outliers(self._get_scaled_changes(), settings.max_norm_ratio)
 
     def _get_scaled_changes(self) -> dict[str, Change]:
         """Return the sizes of the changes; in a second exchange, after scaling by the first one's factors."""

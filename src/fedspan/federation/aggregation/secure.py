@@ -27,6 +27,7 @@ from fedspan.crypto.masks import Integers, Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.changes import apply_change
+from fedspan.federation.config import MAX_SECURE_CLIENTS, MIN_SECURE_CLIENTS, SecureSettings
 from fedspan.federation.privacy import create_central_privacy
 from fedspan.federation.progress import TooFew, Transfer
 from fedspan.federation.protocol import ClientFacts, Masking, OrderEncoder, Reply
@@ -41,7 +42,6 @@ from fedspan.federation.secagg.messages import (
     unflatten_change,
 )
 from fedspan.federation.secagg.session import SecureSession
-from fedspan.federation.settings import MAX_SECURE_CLIENTS, MIN_SECURE_CLIENTS, SecureSettings
 from fedspan.federation.validation import compute_origin, require_requested
 
 _VECTOR_HEADER = 1024
@@ -58,7 +58,7 @@ class SecureAggregation:
             replies cannot be summed.
     """
 
-    def __init__(self, context: RoundContext, tally: Tally, *, secure: SecureSettings) -> None:
+    def __init__(self, context: RoundContext, tally: Tally, secure: SecureSettings) -> None:
         if len(context.ids) < MIN_SECURE_CLIENTS:
             expected = f"at least {MIN_SECURE_CLIENTS} clients a round, so that no client is alone in a sum"
             raise FedspanError("federation.secure", len(context.ids), expected)
@@ -69,7 +69,7 @@ class SecureAggregation:
         self.context, self.tally, self.secure = context, tally, secure
         self._fewest = len(context.ids)
         if context.task != "second":
-            self._fewest = max(MIN_SECURE_CLIENTS, context.rules.compute_quorum(len(context.ids)))
+            self._fewest = max(MIN_SECURE_CLIENTS, context.settings.compute_quorum(len(context.ids)))
         self.quorum = self._fewest
         self.replies: dict[str, Reply] = {}
         self.clipped: Mapping[str, float] = {}  # by the clients themselves, which the server cannot see
@@ -99,7 +99,7 @@ class SecureAggregation:
         """``Aggregation.open``: exchange keys and shares."""
         context = self.context
         session = self._session = SecureSession(
-            *(context.transport, context.rules.deadline, context.run, context.state.round, attempt, self._fewest),
+            *(context.transport, context.settings.deadline, context.run, context.state.round, attempt, self._fewest),
             {id: context.clients[id].identity for id in clients},
         )
         self.replies.clear()
@@ -240,7 +240,7 @@ class SecureAggregation:
             return Reduced(mean=apply_change(change, self._origin), count=len(self.replies))
         # A client rounds each entry by up to a step after it has clipped, so it moves the sum by that much more.
         moves = self._clip * (1 + len(self._total) ** 0.5 / self._ring.levels)
-        privacy = replace(self._privacy, privacy=replace(self._privacy.privacy, clip=moves))
+        privacy = replace(self._privacy, privacy=self._privacy.privacy.model_copy(update={"clip": moves}))
         return privacy.release({name: value * share for name, value in change.items()})
 
 

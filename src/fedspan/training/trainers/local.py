@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from fedspan.core.tensors import create_generator
-from fedspan.training.jobs import Assignment, TrainingSettings
+from fedspan.training.config import TrainingSettings
+from fedspan.training.jobs import Assignment
 from fedspan.training.trainers.optimizer import JobOptimizer
 
 

@@ -22,8 +22,9 @@ from fedspan.models.calls import replace_forward
 from fedspan.models.direct_uses import forbid_direct_uses
 from fedspan.tasks.metrics import is_metric_name
 from fedspan.tasks.task import Examples, Task
+from fedspan.training.config import Privacy, TrainingSettings
 from fedspan.training.engine import FinishJob, OpenJob, train_one_by_one
-from fedspan.training.jobs import Assignment, NotFiniteError, Privacy, TrainingSettings, build_not_finite_error
+from fedspan.training.jobs import Assignment, NotFiniteError, build_not_finite_error
 from fedspan.training.services import TrainingServices
 from fedspan.training.stages import Stages
 from fedspan.training.trainers.install import FrozenBase, checksum_frozen, install_job

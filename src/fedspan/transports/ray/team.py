@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import ray
@@ -18,6 +17,7 @@ from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Message
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
+from fedspan.training.config import ClusterConfig
 from fedspan.transports.ray.adapter import own_token
 from fedspan.transports.ray.sharing import enter_shared_or_new
 from fedspan.transports.ray.worker import BaseVersion, ClusterWorker
@@ -30,66 +30,48 @@ _MAX_RESTARTS = 3
 _LOST = (NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError)
 
 
-@dataclass(frozen=True)
-class Resources:
-    """Where workers run, and what each of them takes.
-
-    Args:
-        address: ``local``: a Ray of this machine, for the time of the run; ``auto``: the cluster that this machine
-            belongs to; otherwise the address of a cluster.
-        gpus: GPUs of a worker, or a share of one.
-        start_timeout: Time limit for the start of the workers, in seconds.
-    """
-
-    address: str
-    workers: int
-    threads: int = 1
-    gpus: float = 0.0
-    start_timeout: float = 300.0
-
-
 @contextmanager
-def _open_connection(resources: Resources) -> Generator[None]:
+def _open_connection(cluster: ClusterConfig) -> Generator[None]:
     """Connect this process to a cluster; a connection that it has already is used and left open."""
     if ray.is_initialized():
         yield
         return
     # Ray listens on all addresses of the machine and runs any code that it receives, so clients need a token.
-    with own_token() if resources.address == "local" else nullcontext():
-        _start_ray(resources)
+    with own_token() if cluster.address == "local" else nullcontext():
+        _start_ray(cluster)
         try:
             yield
         finally:
             ray.shutdown()
 
 
-def _start_ray(resources: Resources) -> None:
+def _start_ray(cluster: ClusterConfig) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
-        if resources.address != "local":
-            ray.init(address=resources.address, **quiet)
+        if cluster.address != "local":
+            ray.init(address=cluster.address, **quiet)
             return
         ray.init(
             address="local",
-            num_cpus=resources.workers * resources.threads,
-            num_gpus=None if resources.gpus else 0,
+            num_cpus=cluster.workers * cluster.threads_per_worker,
+            num_gpus=None if cluster.gpus_per_worker else 0,
             include_dashboard=False,
             **quiet,
         )
     except (OSError, RuntimeError, ValueError, RayError) as error:
-        problem = f"no Ray cluster answers at {resources.address!r} ({' '.join(str(error).split())[:200]})"
-        raise FedspanError("cluster.address", resources.address, problem=problem) from error
+        problem = f"no Ray cluster answers at {cluster.address!r} ({' '.join(str(error).split())[:200]})"
+        raise FedspanError("cluster.address", cluster.address, problem=problem) from error
 
 
 @contextmanager
-def _start_team(resources: Resources) -> Generator[Team]:
-    with _open_connection(resources), closing(Team(resources)) as team:
+def _start_team(cluster: ClusterConfig) -> Generator[Team]:
+    with _open_connection(cluster), closing(Team(cluster)) as team:
         yield team
 
 
-def open_team(resources: Resources) -> AbstractContextManager[Team]:
+def open_team(cluster: ClusterConfig) -> AbstractContextManager[Team]:
     """Start workers for the time of a run, or use those of an earlier run of the same series."""
-    return enter_shared_or_new(resources, _start_team(resources))
+    return enter_shared_or_new(cluster.model_dump_json(), _start_team(cluster))
 
 
 class WorkerHandle:
@@ -125,9 +107,9 @@ class Piece(Generic[T]):
 class Team:
     """The workers of a run."""
 
-    def __init__(self, resources: Resources) -> None:
-        self.resources = resources
-        self.handles = [WorkerHandle(self._start()) for _ in range(resources.workers)]
+    def __init__(self, cluster: ClusterConfig) -> None:
+        self.cluster = cluster
+        self.handles = [WorkerHandle(self._start()) for _ in range(cluster.workers)]
         self._recovering: dict[Any, WorkerHandle] = {}
         self._running: dict[Any, tuple[WorkerHandle, Piece[Any]]] = {}
         self._build_arguments: tuple[Any, ...] = ()
@@ -137,11 +119,15 @@ class Team:
 
     def _start(self) -> Any:
         """Start the process of a worker as soon as there is room for it."""
-        size = self.resources
+        size = self.cluster
         # A new actor instead of Ray's restarts: calls to it wait for its start, whereas calls to one that Ray restarts
         # fail until it is back.
-        options = {"num_cpus": size.threads, "num_gpus": size.gpus, "scheduling_strategy": "SPREAD"}
-        return ray.remote(ClusterWorker).options(**options, max_restarts=0).remote(size.threads)
+        options = {
+            "num_cpus": size.threads_per_worker,
+            "num_gpus": size.gpus_per_worker,
+            "scheduling_strategy": "SPREAD",
+        }
+        return ray.remote(ClusterWorker).options(**options, max_restarts=0).remote(size.threads_per_worker)
 
     def build(self, build: Callable[[Any], Host], kit: object) -> None:
         """Build the hosts of a run, in new processes where an earlier run lost a worker or left it busy.
@@ -162,23 +148,24 @@ class Team:
                 handle.actor = self._start()
             handle.lost, handle.deaths = False, 0
         self._recovering = dict(map(self._rebuild, self.handles))
-        resources, deadline = self.resources, time.monotonic() + self.resources.start_timeout
+        cluster, deadline = self.cluster, time.monotonic() + self.cluster.start_timeout
         while self._recovering:
             left = max(0.0, deadline - time.monotonic())
             ready, _ = ray.wait(list(self._recovering), num_returns=1, timeout=left)
             if not ready:
                 available = ray.cluster_resources()
                 problem = (
-                    f"{resources.workers - len(self._recovering)} of {resources.workers} workers started within "
-                    f"{resources.start_timeout:g} s. Each takes {resources.threads} CPUs and {resources.gpus:g} GPUs; "
+                    f"{cluster.workers - len(self._recovering)} of {cluster.workers} workers started "
+                    f"within {cluster.start_timeout:g} s. Each takes {cluster.threads_per_worker} CPUs and "
+                    f"{cluster.gpus_per_worker:g} GPUs; "
                     f"the cluster has {available.get('CPU', 0):g} CPUs and {available.get('GPU', 0):g} GPUs"
                 )
-                raise FedspanError("cluster.workers", resources.workers, problem=problem)
+                raise FedspanError("cluster.workers", cluster.workers, problem=problem)
             self._finish_restart(ready[0])
         for handle in self.handles:
             if handle.lost:
                 problem = f"a worker died {handle.deaths} times while it started ({handle.cause})"
-                raise FedspanError("cluster.workers", resources.workers, problem=problem)
+                raise FedspanError("cluster.workers", cluster.workers, problem=problem)
 
     def _pop_busy(self) -> set[WorkerHandle]:
         """Return and clear the workers that an aborted run left busy."""
@@ -294,7 +281,7 @@ class Team:
         """Return the reference of the next result, or of a worker that was restarted or checked."""
         waiting, ready = [*running, *self._recovering], list[Any]()
         if waiting:
-            seconds = None if running else self.resources.start_timeout
+            seconds = None if running else self.cluster.start_timeout
             ready, _ = ray.wait(waiting, num_returns=1, timeout=seconds)
         if not ready:
             problem = "all workers died. The state before the round is stored: fix the cause and resume"

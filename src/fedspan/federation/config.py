@@ -1,23 +1,19 @@
-"""The federation of a run: rounds, cohort, weights, and the clients' ranks."""
+"""Options of the federation: rounds, cohort, weights and ranks (`FederationConfig`), and evaluation."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Collection
-from functools import partial
 from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from fedspan.config.tags import Tags
-from fedspan.config.validation_errors import VARIANT
 from fedspan.core.method import Claims
-from fedspan.crypto import require_packages
 from fedspan.errors import FedspanError
-from fedspan.federation.aggregation.aggregation import AggregationFactory
-from fedspan.federation.aggregation.plaintext import PlaintextAggregation
-from fedspan.federation.settings import BufferedSettings, Reduction, SecureSettings
-from fedspan.federation.validation import ReplyRules
-from fedspan.section import Section
+from fedspan.federation.tags import Tags
+from fedspan.section import VARIANT, Section
+from fedspan.training.config import Privacy
 
 Rank = Annotated[int, Field(ge=1)]
 
@@ -74,6 +70,58 @@ Ranks = Annotated[
     ),
 ]
 """Ranks by client id, assigned in turn, by shares of the clients, or drawn at random."""
+
+
+Reduction = Literal["mean", "median", "trimmed-mean", "multi-krum", "geometric-median", "flame"]
+"""Rules that combine replies; all but the mean are for replies that sum."""
+
+
+class BufferedSettings(Section):
+    """Asynchronous rounds: the server updates the model after clients_per_round replies, old and new ones."""
+
+    concurrency: int = Field(ge=1)
+    """Number of clients that train at the same time; all if fewer exist."""
+    staleness_exponent: float = Field(default=0.5, ge=0, allow_inf_nan=False)
+    """The change of a reply whose order is t rounds old counts (1 + t) to the power of minus this."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Age of an order in rounds beyond which its reply is dropped; null: no limit."""
+    replay: str | None = None
+    """Folder of a run, simulated or deployed, whose order of arrivals this simulation repeats, instead of
+    simulation.speed."""
+
+    def compute_factor(self, staleness: int) -> float:
+        """Return the factor on the change of a reply to an order that is ``staleness`` rounds old."""
+        return float((1 + staleness) ** -self.staleness_exponent)
+
+
+MIN_SECURE_CLIENTS = 3
+"""Minimum number of clients of a secure sum: of two, each learns the other's change from the next state."""
+
+MAX_SECURE_CLIENTS = 128
+"""Maximum cohort of a secure sum: each client masks with all others, and the cost of their shares grows with the
+square of the cohort for every client."""
+
+
+class SecureSettings(Section):
+    """Secure aggregation: the server learns only the sum of a round's replies, no single one."""
+
+    clip: float = Field(default=100.0, gt=0, allow_inf_nan=False)
+    """Norm to which each client clips its whole change; the server cannot enforce it. A smaller norm gives finer
+    quantization: with equal weights, an entry of the mean is off by at most about 2 * clip * clients / 2^bits, and by
+    more with unequal ones. Without effect under central privacy, which has its own clip."""
+    bits: Literal[32, 64] = 32
+    """Bits of the integers that are sent instead of floats."""
+    threshold: float = Field(default=2 / 3, gt=0.5, le=1)
+    """Share of a round's clients that can open a sum, and that must remain until the end; of n clients, more than (n +
+    1) / 2 can in any case. A larger share withstands more clients that collude with the server, and fewer dropouts."""
+
+    def compute_threshold(self, clients: int) -> int:
+        """Return the number t of clients that can reconstruct a secret: the fraction, and at least 2 t > clients + 1.
+
+        With a smaller number, a server that colludes with one client could open single vectors
+        (``clients.secagg``).
+        """
+        return min(clients, max((clients + 1) // 2 + 1, math.ceil(self.threshold * clients - 1e-9)))
 
 
 class FederationConfig(Section):
@@ -247,27 +295,106 @@ class FederationConfig(Section):
                 problem=f"{title} cannot be aggregated securely: {reason}. Remove federation.secure",
             )
 
-    def build_aggregation(self, clip: float | None = None) -> AggregationFactory:
-        """Return the aggregation protocol.
 
-        Args:
-            clip: Norm to which contributions to a secure sum are clipped; None: that of the config.
-        """
-        if self.secure is None:
-            return PlaintextAggregation
-        require_packages()
-        from fedspan.federation.aggregation.secure import SecureAggregation  # needs fedspan[secagg]
+class EvaluationConfig(Section):
+    """Evaluation during the run."""
 
-        changes = {} if clip is None else {"clip": clip}
-        return partial(SecureAggregation, secure=self.secure.model_copy(update=changes))
+    every: int = Field(default=1, ge=1)
+    """Rounds between evaluations; the last round is always evaluated."""
+    batch_size: int = Field(default=64, ge=1)
+    """Examples per forward pass."""
+    clients: int | None = Field(default=None, ge=1)
+    """Number of clients that are evaluated on their own validation and test parts (personal models also on the test
+    set): the same ones in every round, drawn by the seed; default: all. Of personal models, only those of these clients
+    are exported."""
+    metric: str | None = None
+    """Metric that selects the best round on the clients' validation parts; default: accuracy, pearson or loss, by task.
+    Ties are broken by the validation loss, then by the later round. In deployments, rounds are compared by a trimmed
+    mean from three nodes on; with two, the last round is the best."""
+    by: str | None = Field(default=None, min_length=1)
+    """Column of the held-out examples, such as domain or hospital, for each of whose values the report has the final
+    scores (by_value); default: none. Not in deployments."""
+    best_by: Literal["metric", "loss"] = "metric"
+    """Compare rounds, for the best one and for early stopping, by the metric or by the validation loss, which is less
+    noisy on small validation parts. By the loss, a round replaces the start only if its gain exceeds the standard error
+    of that gain."""
+    diagnostics: int | None = Field(default=None, ge=1)
+    """Rounds between diagnoses of the clients' updates: the measures of fedspan diagnose for every target layer are
+    written to metrics.jsonl and shown by fedspan report; default: never, because it takes time. Not in deployments,
+    where no process sees both ends of an update, and not under privacy."""
+    generate: bool = False
+    """causal-lm: at the end, generate answers to the held-out prompts and count exact matches. seq2seq: generate texts
+    for the held-out sources and compute BLEU, chrF and ROUGE (fedspan[seq2seq])."""
+    max_new_tokens: int = Field(default=64, ge=1, le=2**17)
+    """Maximum number of tokens of a generated answer or text."""
+    answer_pattern: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A regular expression for what counts of an answer, such as '####\\s*(\\S+)' for GSM8K: its first "
+        "group, or the whole match; left out: the whole text. Numbers are compared as numbers.",
+    )
 
-    def build_reply_rules(self) -> ReplyRules:
-        """Return the rules by which a round between machines is accepted."""
-        return ReplyRules(
-            min_replies=self.min_replies,
-            deadline=self.deadline,
-            retries=self.retries,
-            norm_factor=self.max_norm_ratio,
-            over_select=self.over_select,
-            max_missed_rounds=self.max_missed_rounds,
-        )
+    def get_selection_metric(self, metric: str) -> str:
+        """Return the metric by which rounds are compared."""
+        return "loss" if self.best_by == "loss" else metric
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _validate_pattern(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except (re.error, OverflowError, RecursionError) as error:  # the last two: for a{9999999999}, ((((...
+            raise ValueError(f"a valid regular expression ({error})") from None
+        return value
+
+
+_RULES = ("min_replies", "deadline", "retries", "max_norm_ratio", "over_select", "max_missed_rounds")
+_DEFAULT_RULES = {name: FederationConfig.model_fields[name].default for name in _RULES}
+"""Defaults of the options by which replies and rounds are accepted."""
+
+Arrivals = tuple[tuple[tuple[str, int], ...], ...]
+"""Replies of asynchronous rounds in the order of arrival, round by round: the client, and the round of its order, from
+0."""
+
+
+class RoundSettings(FederationConfig):
+    """Settings of a run's rounds: the section ``federation``, and what else they depend on."""
+
+    seed: int = 0
+    privacy: Privacy | None = None
+    """Privacy settings; with ``central``, a cohort is a Poisson sample of ``clients_per_round`` clients on average."""
+    agreed: str = ""
+    """Digest of the config that all nodes were sent, which secure sums are bound to; empty in a simulation."""
+    arrivals: Arrivals | None = None
+    """Recorded arrivals that asynchronous rounds repeat; None: replies arrive as clients are fast."""
+    least: int = 1
+    """Number of accepted replies that a round needs in any case, unless its cohort is smaller."""
+    validates: bool = True
+    """Whether to check replies; without it (trusted clients in this process) all of the cohort reply, none fails, and
+    each reply of a synchronous round is folded into the reduction on arrival."""
+
+    @property
+    def has_default_rules(self) -> bool:
+        """Whether replies and rounds are accepted by the default rules."""
+        return all(getattr(self, name) == default for name, default in _DEFAULT_RULES.items())
+
+    def trust(self) -> RoundSettings:
+        """Return the settings for trusted clients in this process: all of a cohort reply, and all replies count."""
+        unused = dict.fromkeys(("max_norm_ratio", "max_missed_rounds", "secure"))
+        return self.model_copy(update={**_DEFAULT_RULES, **unused, "retries": 0, "validates": False})
+
+    @property
+    def central(self) -> Privacy | None:
+        """The settings of central privacy; None: the run has another mechanism, or none."""
+        return self.privacy if self.privacy is not None and self.privacy.mechanism == "central" else None
+
+    @property
+    def clips(self) -> bool:
+        """Whether changes are scaled down before they are combined; central privacy has a clipping norm of its own."""
+        limited = self.clip_ratio is not None or self.max_norm is not None
+        return self.reduction == "mean" and self.central is None and limited
+
+    def compute_quorum(self, cohort: int) -> int:
+        """Return the number of accepted replies that a round needs."""
+        required = cohort // 2 + 1 if self.min_replies is None else self.min_replies
+        return min(cohort, max(required, self.least))

@@ -1,4 +1,4 @@
-"""The ``model`` section of a run's configuration."""
+"""Options of the model: the pretrained weights, and which of its layers train (`ModelConfig`)."""
 
 from __future__ import annotations
 
