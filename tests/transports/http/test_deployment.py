@@ -267,23 +267,15 @@ def wait_for_page(page: Any, expression: str) -> None:
     raise AssertionError((expression, page.inner_text("body")))
 
 
-CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
-)
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium or Chrome on this machine")
-def test_nodes_and_the_rounds_of_a_run_appear_without_a_reload(tiny_folder: Path, tmp_path: Path) -> None:
+def test_nodes_and_the_rounds_of_a_run_appear_without_a_reload(tiny_folder: Path, tmp_path: Path, browser: Any) -> None:
     """The web page of a server in a real browser, while nodes connect and a run is submitted."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     files = site_files(tiny_folder / "corpus.csv", tmp_path)
     plan = tmp_path / "config.yaml"
     plan.write_text(yaml.safe_dump(run_values(tiny_folder, {"name": "fedit", "r": 2}, federation={"rounds": 3})))
     web = ["--web-port", str(free_port())]
-    with Deployment(tmp_path / "deployment", options=web) as made, sync_api.sync_playwright() as playing:
+    with Deployment(tmp_path / "deployment", options=web) as made:
         made.wait_for("server", "web page: ")
         (url,) = (line.split()[-1] for line in made.log("server").splitlines() if line.startswith("web page: "))
-        browser = playing.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page, wrong = browser.new_page(), list[str]()
         page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
         page.goto(url)
@@ -304,4 +296,3 @@ def test_nodes_and_the_rounds_of_a_run_appear_without_a_reload(tiny_folder: Path
         assert moved > 0
         assert page.evaluate("formatSize(" + str(moved) + ")") in page.inner_text("#facts")
         assert wrong == []
-        browser.close()
