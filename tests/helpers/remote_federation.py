@@ -45,7 +45,7 @@ def remote(
     loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed, privacy=engine.privacy)
     client_store = DiskClientStore(folder)
     hosts = {
-        id: Host(here.method, loop, {id: client_data}, here.examples, client_store, 32)
+        id: Host(here.method, loop, {id: client_data}, here.examples, client_store, 32, agreed="config")
         for id, client_data in here.clients.items()
     }
     settings = with_rules(here.settings, **rules)

@@ -269,9 +269,7 @@ def test_a_model_that_reads_its_neighbors_is_detected(tiny_folder: Path, decoder
     assert "without padding" in str(verified_padding(prepared).refusal)
 
 
-def test_batches_of_one_length_are_left_as_they_are(
-    tiny_folder: Path, decoders: Path, packed: list[TokenLayout]
-) -> None:
+def test_batches_of_one_length_are_left(tiny_folder: Path, decoders: Path, packed: list[TokenLayout]) -> None:
     prepared = built("bert", tiny_folder, decoders)
     padding, (batch, lengths) = verified_padding(prepared), batch_of_one_length(prepared)
     packed.clear()

@@ -138,8 +138,7 @@ def test_frozen_lower_blocks_are_computed_once_and_have_no_backward(short: Plan)
 
 
 def test_each_text_of_an_example_that_has_a_pass_of_its_own_counts(short: Plan) -> None:
-    upper = {"layers_to_transform": [4, 5]}
-    pairs = fedspan.plan(llama(task="preference", model=upper), architecture=SHORT)
+    pairs = fedspan.plan(llama(task="preference", model={"layers_to_transform": [4, 5]}), architecture=SHORT)
     assert pairs.compute.once == 0  # no hidden states are stored
     assert pairs.compute.example == pytest.approx(
         2 * (short.compute.example * 4 / 6), rel=0.1

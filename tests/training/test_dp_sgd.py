@@ -501,11 +501,14 @@ def test_the_few_orders_that_calibration_looks_at_leave_nothing_unspent(
 def test_an_epsilon_that_protects_nothing_takes_no_minutes(caplog: CapturedLog) -> None:
     """A server chooses ``accountant: prv`` with a noise or steps for which it needs minutes and gigabytes."""
     accounting._log_looser_accountant.cache_clear()
-    compute_epsilon({Mechanism(1.0, 4.0): 10}, 1e-5, "prv")
-    assert not caplog.messages
+    spend = PrivacySpend(1e-5, "prv")
+    for mechanism, counted_by in ((Mechanism(1.0, 4.0), "prv"), (Mechanism(0.1, 0.03), "rdp")):
+        spend.charge((Charge("", mechanism, 10),))
+        assert spend.counted_by == counted_by
+        assert caplog.text.count("rdp computes epsilon") == (counted_by == "rdp")
     release = {Mechanism(0.1, 0.03): 10}
     assert compute_epsilon(release, 1e-5, "prv") == compute_epsilon(release, 1e-5, "rdp") < math.inf
-    assert caplog.text.count("rdp computes epsilon") == 1
+    assert len(caplog.messages) == 1
     for rate, count, epsilon, is_tight in ((0.05, 200, 8.0, True), (0.01, 10**6, 8.0, False), (0.5, 1000, 0.5, False)):
         calibrate_noise.cache_clear()
         began = time.process_time()

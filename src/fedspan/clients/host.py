@@ -231,7 +231,8 @@ class Host:
 
         def compute() -> tuple[tuple[bytes, Message], int]:
             decoded = serialization.decode(order.body)
-            require_known(decoded, self.method.spec)
+            if self.agreed:
+                require_known(decoded, self.method.spec)
             return (order.body, decoded), 2 * len(order.body)  # encoded and decoded
 
         _, message = self._decoded.get_or_compute(id(order.body), compute)
@@ -251,12 +252,13 @@ class Host:
             base = self._shared
         memory = stored.memory if order.client is not None else {}
         job = self.method.start(message, order.client, memory, order.round)
-        rank = self.method.get_rank(None)
-        if order.client is not None:
-            rank = max(order.client.rank, rank)  # a client may train some slots
-        elif not self.method.declare_claims().adapter:
-            rank = None  # the global model has the rank of its weights
-        require_agreed(job, message, rank, self.engine.adapted)
+        if self.agreed:
+            rank = self.method.get_rank(None)
+            if order.client is not None:
+                rank = max(order.client.rank, rank)  # a client may train some slots
+            elif not self.method.declare_claims().adapter:
+                rank = None  # the global model has the rank of its weights
+            require_agreed(job, message, rank, float(self.engine.settings.lr), self.engine.adapted)
         return job, replace(stored, base=base)
 
     def _open_training(self, order: Order) -> OpenTraining:

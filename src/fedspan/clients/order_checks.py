@@ -5,16 +5,20 @@ A reply to a projector or factors of full rank would be the whole gradient of a 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 
 import torch
 
+from fedspan.core.penalties import ProductDecay
 from fedspan.core.tensors import EXTRAS, Tensors, group_by_layer, join_extra_name, join_tensor_name
 from fedspan.core.values import Job, LayerSpec, Message, Spec
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 
+MOST_ERASED = 0.1
+"""Share of earlier steps that a step may pull back: an epoch's last one may be of a single example."""
 _LONGEST = 4096
 """Side that a matrix of even the smallest layer may have, such as the number of a method's heads."""
 _SCALE = 4
@@ -49,20 +53,22 @@ def require_known(message: Message, spec: Spec) -> None:
                 raise FedspanError("message.base", name, "a change of a target layer, in its shape")
 
 
-def require_agreed(job: Job, message: Message, rank: int | None, adapted: AdaptedModel) -> None:
+def require_agreed(job: Job, message: Message, rank: int | None, lr: float, adapted: AdaptedModel) -> None:
     """Check that what a job starts from has the shapes of the model and the rank, in float32 or as the model has it.
 
     Args:
         rank: Largest rank of factors, cores and projectors; None: that of the layer.
+        lr: Peak learning rate.
 
     Raises:
-        FedspanError: If a tensor has another shape or number format.
+        FedspanError: If a tensor has another shape or number format, or if factors are so large that the decay of their
+            product erases what was trained.
     """
     slots = group_by_layer(job.tensors)
     initial: Tensors = {join_extra_name(path): adapted.get_initial(path) for path in adapted.get_values()}
     for layer in adapted.spec.layers:
-        shapes: Mapping[str, str] | None = getattr(job.parametrization.get(layer.name), "slots", None)
-        if shapes is not None:
+        shapes = getattr(job.parametrization.get(layer.name), "slots", None)
+        if isinstance(shapes, Mapping):  # a node's own method may have a form without them
             _require_slots(layer, shapes, slots.get(layer.name, {}), rank)
     for name, value in job.tensors.items():
         formats = {torch.float32, initial[name].dtype} if name in initial else {torch.float32}
@@ -75,6 +81,12 @@ def require_agreed(job: Job, message: Message, rank: int | None, adapted: Adapte
         for name, value in values.items():
             if name in job.tensors and value.shape != job.tensors[name].shape:
                 raise FedspanError("message.tensors", name, f"moments and variates of {list(job.tensors[name].shape)}")
+    for decay in (penalty for penalty in job.penalties if isinstance(penalty, ProductDecay)):
+        for name in itertools.chain.from_iterable(decay.pairs):  # one factor's gradient has the square of the other
+            norm = float(torch.linalg.matrix_norm(job.tensors[name].float(), 2))
+            if not lr * decay.strength * norm**2 <= MOST_ERASED:
+                expected = f"a factor by which steps erase at most {MOST_ERASED:.0%}"
+                raise FedspanError("message.tensors", name, expected)
 
 
 def _require_slots(layer: LayerSpec, shapes: Mapping[str, str], slots: Tensors, rank: int | None) -> None:
@@ -83,9 +95,10 @@ def _require_slots(layer: LayerSpec, shapes: Mapping[str, str], slots: Tensors, 
     sides["K"] = min(layer.shape)
     most = min(layer.rectangle) if rank is None else rank
     for slot, value in slots.items():
-        letters, name = shapes.get(slot), join_tensor_name(layer.name, slot)
-        if letters is None or value.ndim != len(letters):
-            raise FedspanError("message.tensors", name, f"tensors named {', '.join(shapes)}, with {letters} as shape")
+        letters, name = shapes.get(slot, ""), join_tensor_name(layer.name, slot)
+        if value.ndim != len(letters) or not letters:
+            expected = ", ".join(f"{own} ({', '.join(shape)})" for own, shape in shapes.items())
+            raise FedspanError("message.tensors", name, f"tensors {expected}")
         for letter, side in zip(letters, value.shape, strict=True):
             if letter == "R" and side > most:
                 raise FedspanError("message.tensors", name, f"factors of at most rank {most}")

@@ -11,11 +11,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from fedspan.assembly.federation import compute_client_scaling
 from fedspan.clients.metric_noise import round_count
+from fedspan.clients.order_checks import MOST_ERASED
 from fedspan.config import RunConfig
 from fedspan.config.method import validate_method_options, validate_wrapper_options
 from fedspan.config.node import NodeConfig, NodeLimits
@@ -41,8 +43,6 @@ _MODULE, _MAX_NAMES = re.compile(r"[\w.-]{1,256}"), 1000
 """What a server may name modules by, and how many names it may give."""
 _PULLS, _SCALES = ("mu", "penalty", "frobenius_decay"), ("b_lr_scale", "sparse_lr_scale")
 """Options that pull back what was trained, as weight decay does, and multipliers on the learning rate."""
-_MOST_ERASED = 0.1
-"""Share of earlier steps that a step may pull back: an epoch's last one may be of a single example."""
 _SAME = 1e-9
 """Relative difference up to which two computations of a number agree: a cosine may differ between machines."""
 
@@ -109,7 +109,7 @@ def _require_names(config: RunConfig) -> None:
 
 def _require_examples_per_reply(limits: NodeLimits, config: RunConfig) -> None:
     """Check that a step and a reply are made of enough examples, so that no change is that of a single one."""
-    training, options = config.training, validate_method_options(config.method.name, config.method.options)
+    training, (options, *others) = config.training, _validate_options(config)
     batch, steps = training.batch_size * training.gradient_accumulation_steps, options.get("steps")
     if batch < limits.min_batch:
         problem = f"the run's steps are of {batch} examples, and this node requires {limits.min_batch}"
@@ -117,12 +117,13 @@ def _require_examples_per_reply(limits: NodeLimits, config: RunConfig) -> None:
     if (steps := steps or training.local_steps) is not None and (total := steps * batch) < limits.train_examples:
         problem = f"the run's replies are of {total} examples, and this node requires {limits.train_examples}"
         raise FedspanError("limits.train_examples", limits.train_examples, problem=problem)
-    sections = [options, *(wrapper.options for wrapper in config.method.wrappers)]
-    pull = training.weight_decay + sum(float(one.get(name, 0)) for one in sections for name in _PULLS)
+    values = [one.get(name) for one in (options, *others) for name in _PULLS]
+    pulls = [value for value in values if isinstance(value, int | float)]  # LoRA-FAIR's penalty is a word
+    pull = training.weight_decay + sum(pulls)
     scales = (config.model.extras_lr_scale, *(float(options.get(name, 1)) for name in _SCALES))
-    if (erased := training.optimizer_spec.lr * max(scales) * pull) > _MOST_ERASED:
+    if (erased := training.optimizer_spec.lr * max(scales) * pull) > MOST_ERASED:
         problem = f"each step would erase {min(1, erased):.0%} of those before, so that a reply is the last examples'"
-        expected = f"at most {_MOST_ERASED} / training.lr, with {', '.join((*_PULLS, 'extras_lr_scale', *_SCALES))}"
+        expected = f"at most {MOST_ERASED} / training.lr, with {', '.join((*_PULLS, 'extras_lr_scale', *_SCALES))}"
         raise FedspanError("training.weight_decay", training.weight_decay, expected, problem=problem)
 
 
@@ -153,17 +154,22 @@ def _list_sizes(config: RunConfig, invitation: Invitation, node: NodeConfig) -> 
     yield "training.local_steps", (training.local_steps or 1) * training.gradient_accumulation_steps, limits.steps
     yield "model.max_length", config.model.max_length, limits.tokens
     yield "model.image_size", config.model.image_size or 0, limits.image_size
-    method, wrappers = config.method, enumerate(config.method.wrappers)
-    options = validate_method_options(method.name, method.options)
+    options, *others = _validate_options(config)
     yield "method.r", options.get("r", 1), limits.rank
     yield "federation.ranks", max(list_config_ranks(_read_federation(invitation), 1, node.id)), limits.rank
-    others = [validate_wrapper_options(position, wrapper.name, wrapper.options) for position, wrapper in wrappers]
     for name, value in ((name, value) for validated in (options, *others) for name, value in validated.items()):
         if name != "r" and isinstance(value, int):
             if name == "steps":  # optimizer steps of each round
                 yield "method.steps", value * training.gradient_accumulation_steps, limits.steps
             else:
                 yield f"method.{name}", value, _LARGEST_OPTION
+
+
+def _validate_options(config: RunConfig) -> list[dict[str, Any]]:
+    """Return the options of the method, then those of its wrappers, with defaults."""
+    wrappers = enumerate(config.method.wrappers)
+    others = [validate_wrapper_options(position, wrapper.name, wrapper.options) for position, wrapper in wrappers]
+    return [validate_method_options(config.method.name, config.method.options), *others]
 
 
 def _read_federation(invitation: Invitation) -> FederationConfig:

@@ -80,7 +80,8 @@ def render_page(groups: Sequence[RunGroup], content: PageContent, title: str, ve
         selecting = runs[0].config.evaluation.get_selection_metric(metric)
         title_of_metric, is_share = METRICS[selecting].title, METRICS[selecting].is_percentage
         figure = charts.draw_course(groups, validation, title_of_metric, is_share)
-        note = f"<p>On the clients' validation parts. {SELECTION_NOTE}</p>"
+        is_selected = any(run.report is not None and run.report.selected for run in runs)
+        note = f"<p>On the clients' validation parts.{' ' + SELECTION_NOTE if is_selected else ''}</p>"
         sections.add_section("Validation", sections.add_figure(figure, f"validation {selecting} by round"), note)
     if any(losses.values()):
         sections.add_section(

@@ -142,11 +142,12 @@ class Budget:
         return {"epsilon": self._spend.compute_worst(), "delta": self._config.delta}
 
     def build_report(self) -> dict[str, Any]:
-        """Return the spent budget and the privacy settings for the report; empty without privacy."""
+        """Return the spent budget, the accountant that counted it, and the settings for the report; empty without."""
         if self._config is None:
             return {}
-        names = ("mechanism", "clip", "noise", "accountant", "randomness")
-        return {**(self.to_row() or {}), **{name: getattr(self._config, name) for name in names}}
+        settings = {name: getattr(self._config, name) for name in ("mechanism", "clip", "noise", "randomness")}
+        counted_by = self._config.accountant if self._spend is None else self._spend.counted_by
+        return {**(self.to_row() or {}), **settings, "accountant": counted_by}
 
     def dump(self) -> str:
         """Serialize the spent budget as text, for a checkpoint."""

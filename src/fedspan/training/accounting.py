@@ -86,6 +86,12 @@ class PrivacySpend:
         by_payer = {payer: tuple(release for release in further if release.payer == payer) for payer in payers}
         return max((self.compute_epsilon(payer, by_payer[payer]) for payer in payers), default=0.0)
 
+    @property
+    def counted_by(self) -> Accounting:
+        """The accountant that counts: ``rdp`` if any payer's releases need it."""
+        kinds = {choose_accountant(counts, self.delta, self.accounting) for counts in self._counts.values()}
+        return "rdp" if "rdp" in kinds else self.accounting
+
     def dump(self) -> dict[str, list[list[float]]]:
         """Return the counts as plain values, for a checkpoint."""
         return {
@@ -129,10 +135,21 @@ def compute_epsilon(counts: Mapping[Mechanism, int], delta: float, accounting: A
         return math.inf
     parts = tuple(sorted(releases.items()))
     loose = _compute_renyi_epsilon(parts, delta, _ORDERS)[0]
-    is_long = loose * math.sqrt(sum(releases.values())) > _LONGEST or any(mechanism.is_slow for mechanism in releases)
-    if accounting == "prv" and is_long:
-        _log_looser_accountant()
-    return loose if accounting == "rdp" or is_long else min(loose, _compute_tight_epsilon(parts, delta))
+    if choose_accountant(releases, delta, accounting) == "rdp":
+        return loose
+    return min(loose, _compute_tight_epsilon(parts, delta))
+
+
+def choose_accountant(releases: Mapping[Mechanism, int], delta: float, accounting: Accounting) -> Accounting:
+    """Return the accountant that counts some releases: ``rdp`` in place of a ``prv`` that would take minutes."""
+    if accounting == "rdp" or not releases or any(mechanism.noise <= 0 for mechanism in releases):
+        return accounting
+    loose = _compute_renyi_epsilon(tuple(sorted(releases.items())), delta, _ORDERS)[0]
+    length = loose * math.sqrt(sum(releases.values()))
+    if length <= _LONGEST and not any(mechanism.is_slow for mechanism in releases):
+        return accounting
+    _log_looser_accountant()
+    return "rdp"
 
 
 @lru_cache(maxsize=1)

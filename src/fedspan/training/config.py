@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from fedspan.core.noise import derive_seed_key
 from fedspan.core.values import OptimizerSpec
@@ -162,9 +162,11 @@ class PrivacyConfig(Section):
 class Privacy(PrivacyConfig):
     """Differential privacy of a run: its section, and what else its noise depends on."""
 
+    model_config = ConfigDict(hide_input_in_errors=True)
+
     rounds: int = 1
-    key: bytes = Field(default=derive_seed_key(0), repr=False)
-    """Key of the noise, 32 bytes."""
+    key: bytes = Field(default=derive_seed_key(0), repr=False, exclude=True)
+    """Key of the noise, 32 bytes, which no dump or error shows."""
     secret: bool = False
     """Whether the key is secret; if so, noise also depends on what it is added to, so that it is never reused."""
 
