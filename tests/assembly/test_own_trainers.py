@@ -313,7 +313,7 @@ def test_trainers_of_another_form_are_refused(given: Any, field: str, words: str
 def test_the_card_has_the_call_and_the_trainers_scores(finished: Path, tiny_folder: Path, tmp_path: Path) -> None:
     card, report = (finished / "adapter" / "README.md").read_text(), fedspan.read_report(finished)
     assert 'fedspan.simulate("config.yaml", "run", trainers=trainers)' in card
-    assert f"the best round was chosen: loss {report.scores['validation']['loss']:.4f}" in card
+    assert f"so too good on average: loss {report.scores['validation']['loss']:.4f}" in card
     assert "Nothing was held out" not in card
     trainers = {owner: make_trainer(tiny_folder, owner) for owner in OWNERS}
     fedspan.simulate(finished / "config.yaml", tmp_path / "run", trainers=trainers)
