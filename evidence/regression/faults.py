@@ -857,7 +857,7 @@ def server_stopped(stage: Stage) -> Outcome:
         (stage.made.folder / "server.log").unlink()
         stage.made.start_server()
         run.end_without_loss()
-        seen = line(stage.made.log(NORTH), "no connection to")
+        seen = line(stage.made.log(NORTH), "next attempt in")
     stage.finished(run, [], 1).require_same(scene.expected)
     return Outcome(seen)
 
