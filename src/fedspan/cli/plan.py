@@ -45,7 +45,7 @@ def plan(
         int | None, option("N", "Size of the training set, which determines the number of steps.")
     ] = None,
     labels: Annotated[int | None, option("N", "Number of classes. Default: 2 without a config.")] = None,
-    length: Annotated[int | None, option("N", "Mean number of tokens per example. Default: model.max_length.")] = None,
+    length: Annotated[int | None, option("N", "Mean number of tokens per text. Default: model.max_length.")] = None,
     device: Annotated[
         str | None, option("NAME", "Estimate the time on a GPU (A100), or measure it on this machine (here).")
     ] = None,

@@ -242,8 +242,8 @@ def plan(
             the data.
         labels: Number of classes; left out: that of the config, of the catalogue, or of the data. The data are read for
             any of these three numbers only if they are a file or a folder on this machine.
-        length: Mean tokens of an example, for FLOPs and time; left out: as many as ``model.max_length`` and the model
-            allow.
+        length: Mean tokens of a text of an example, for FLOPs and time; left out: as many as ``model.max_length`` and
+            the model allow.
         device: Device that clients train on: a GPU (``A100``, see ``fedspan.planning.accelerators``), or ``here``, this
             machine, on which some seconds of training are timed; left out: no time is planned.
         utilization: Share of a GPU's peak that training reaches; left out: 0.35, explained in

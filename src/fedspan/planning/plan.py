@@ -192,7 +192,7 @@ def plan_run(
     Args:
         clients: Clients of the federation; None: those of ``partition.clients``.
         examples: Examples of the training set; None: unknown.
-        length: Mean tokens of an example; None: as many as the config and the model allow.
+        length: Mean tokens of a text of an example; None: as many as the config and the model allow.
         mbit: Megabits a second between a client and the server; None: no transfer is planned.
 
     Raises:
