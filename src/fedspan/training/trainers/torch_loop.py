@@ -154,7 +154,7 @@ class TorchTrainer:
         return epochs * self._batches if steps is None else steps
 
     def train(self, plan: RoundPlan, optimizer: JobOptimizer) -> float:
-        """``LocalTrainer.train``.
+        """Train the installed tensors with ``optimizer`` by the user's loop, and return the mean loss.
 
         Raises:
             FedspanError: If the loop took other steps than were planned, left its batches before the end, or counted
@@ -182,7 +182,7 @@ class TorchTrainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """``LocalTrainer.evaluate``.
+        """Measure the installed tensors by the user's ``evaluate``; without one, nothing is measured.
 
         Raises:
             FedspanError: If a metric has an unknown name.
