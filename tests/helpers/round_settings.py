@@ -11,6 +11,6 @@ def make_settings(rounds: int, **changes: Any) -> RoundSettings:
 
 
 def with_rules(settings: RoundSettings, **rules: Any) -> RoundSettings:
-    """The settings with checked replies and the default rules, but for those that are given; no client is given up."""
+    """Settings that check replies by the default rules, except those given; no client is given up."""
     checks = {"retries": 2, "max_norm_ratio": 10.0, "validates": True}
     return settings.trust().model_copy(update={**checks, **rules})
