@@ -55,6 +55,8 @@ ANSWERS = {
     "installing": "",
     "stragglers": "asynchronous",
     "poisoning": "robustness",
+    "Prometheus": "monitoring",
+    "hostile server": "security",
 }
 """Questions, and the page that answers each; empty: the first one."""
 WORKER = """

@@ -3,6 +3,7 @@
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,13 @@ def test_predict(call: Call, finished: Path, tmp_path: Path) -> None:
     assert done(call("predict", finished, "--file", tmp_path / "texts.txt")) == expected
     assert done(call("predict", finished, "--file", "-", input="\n".join(texts))) == expected
     assert done(call("predict", finished, *texts, "--client", "west")) == expected
+
+
+def test_a_terminal_executes_nothing_in_a_label(call: Call, finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedspan.cli.trained_model.sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
+    for answer, shown in ((("a\x1b]0;b", 0.5), "a\\x1b]0;b  0.5000  x\n"), ("c\n\x1b[2J", "x\n  c\n  \\x1b[2J\n")):
+        monkeypatch.setattr(fedspan, "predict", lambda *_, answer=answer: [answer])
+        assert done(call("predict", finished, "x")) == shown
 
 
 def test_only_line_ends_end_a_line(call: Call, finished: Path, tmp_path: Path) -> None:

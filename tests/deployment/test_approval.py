@@ -376,6 +376,20 @@ def test_the_summary_shows_the_defaults_of_what_a_server_leaves_out(tiny_folder:
     assert f"batch_size {defaults.training.batch_size}" in summary["training"]
 
 
+def test_only_a_config_that_can_be_shown_waits_for_its_operator(
+    tiny_folder: Path, tmp_path: Path, approvals: Approvals
+) -> None:
+    config, own = values(tiny_folder), node(tiny_folder, tmp_path, limits=ASK)
+    hiding = {**config["data"], "bogus": 1}
+    for change in ({"partition": 7}, {"data": hiding}, {"data": [["labels", []]]}, {"evaluation": [["every", 8]]}):
+        introduction = introduced(NodeService(own), {**config, **change})
+        assert introduction.refused
+        assert not introduction.waiting
+    assert not approvals.list_requests()
+    later = JobRequest("0" * 64, "run", {**config, "new": 1}, "now")
+    assert "this version cannot read its config" in later.summarize(own)["problem"]
+
+
 NAMES = [f"n{number}" for number in range(60_000)]
 LONG = "x" * 900_000
 SECONDS = 15.0

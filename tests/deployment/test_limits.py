@@ -310,6 +310,39 @@ def test_a_reply_is_no_single_example_s_gradient(
     assert refused is None if reason is None else reason in (refused or "")
 
 
+@pytest.mark.parametrize(
+    ("method", "training", "why"),
+    [
+        ({"name": "la-lora"}, {"batch_size": 8, "local_steps": 2}, "a change of 8 examples"),
+        ({"name": "la-lora"}, {"batch_size": 8, "local_steps": None, "local_epochs": 1}, "a change of 8 examples"),
+        ({"name": "la-lora"}, {"batch_size": 8, "local_steps": 4}, None),
+        ({"name": "fedgalore", "steps": 6, "period": 1}, {"batch_size": 8}, "a change of 8 examples"),
+        ({"name": "fedgalore", "steps": 5, "period": 2}, {"batch_size": 16}, None),
+    ],
+)
+def test_what_a_reply_holds_apart_is_of_enough_examples_too(
+    method: dict[str, Any], training: dict[str, Any], why: str | None, tiny_folder: Path, tmp_path: Path
+) -> None:
+    service = NodeService(node(tiny_folder, tmp_path, limits=SIZES))
+    run, transport = served(tiny_folder, service, method={"r": 2, **method}, training={"lr": 0.01, **training})
+    with suppress(TooFewReplies):
+        run.federation.run_round(run.federation.begin())
+    failed = transport.came[-1].failed
+    assert failed is None if why is None else why in (failed or "")
+
+
+def test_an_epoch_s_rest_is_no_reply_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
+    """With n - 1 examples a batch, one example is left: whichever batch comes first, it trains on more."""
+    service, trained = NodeService(node(tiny_folder, tmp_path, limits=SIZES)), list[float]()
+    run, _ = served(tiny_folder, service, training={"lr": 0.01, "local_steps": 1, "batch_size": 95})
+    host = service._run("run").host
+    host.on_trained = lambda _, result: trained.append(result.metrics["examples"])
+    progress = run.federation.begin()
+    for _ in range(3):
+        run.federation.run_round(progress)
+    assert trained == [96, 96, 96]
+
+
 def test_refused_epochs_tell_of_the_examples_no_more_than_their_rounded_number(
     prepared: Prepared, tiny_folder: Path
 ) -> None:

@@ -288,13 +288,6 @@ def test_proposition_5_5_is_the_mean_over_draws(clients: int, samples: int) -> N
     assert abs(float(values.mean()) - 4 * 0.64) > 4 * error
 
 
-def test_angle_distance() -> None:
-    a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.6, -0.8])
-    assert linear_model.compute_angle_distance(a, b) == pytest.approx(0.8)
-    assert linear_model.compute_angle_distance(b, a) == pytest.approx(0.8)
-    assert linear_model.compute_angle_distance(a, -a) == pytest.approx(0.0)
-
-
 def test_second_moments_without_drift_and_noise_are_the_target_of_rank_15() -> None:
     target, views = draw_second_moments(24, 3, 0.0, 0.0, seed=1)
     assert all(torch.equal(view, target) for view in views)

@@ -25,11 +25,7 @@ def test_many_rounds_are_judged_from_the_tenth_on() -> None:
     early = [100.0 + 10 * number for number in range(10)]
     assert load.compare_memory([*early, *[199.0] * 10], 3) == ("190, 199", "+4.7%", True)
     assert load.compare_memory([*early, *[200.0] * 10], 3)[1:] == ("+5.3%", False)
-
-
-@pytest.mark.parametrize("rounds", [1, 2, 3, 4])
-def test_too_few_rounds_are_not_judged(rounds: int) -> None:
-    assert load.compare_memory([100.0, 200.0, 300.0, 400.0][:rounds], 3)[1:] == ("", None)
+    assert load.compare_memory(early[:4], 3)[1:] == ("", None)  # too few rounds
 
 
 @pytest.mark.slow

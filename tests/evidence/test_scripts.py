@@ -316,39 +316,6 @@ def test_a_base_in_four_bits_keeps_its_head(script: ModuleType) -> None:
     assert len(bench.train()) == 2
 
 
-def test_results_farther_away_than_the_cpus_own_rounding_fail(script: ModuleType) -> None:
-    def agrees(sgd: tuple[float, float], adamw: tuple[float, float]) -> bool:
-        return script.Agreement({"sgd": sgd, "adamw": adamw}, {}).agrees
-
-    assert agrees((9e-5, 1e-9), (1.9e-3, 1e-3))
-    assert not agrees((1.1e-4, 1e-9), (0.0, 0.0))
-    assert not agrees((0.0, 0.0), (2.1e-3, 1e-3))
-    assert not agrees((float("nan"), 1.0), (0.0, 0.0))
-
-
-@pytest.mark.slow
-def test_too_little_memory_halves_the_clients_of_a_pass(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape, cpu = script.SMOKE[0], torch.device("cpu")
-    adapted = script.adapt(shape, script.build(shape, torch.float32, cpu))
-    prepare = script.Bench.prepare
-
-    def fail(*args: Any, clients_per_pass: int) -> Any:
-        if clients_per_pass > limit:
-            try:
-                raise torch.OutOfMemoryError("no memory left")
-            except torch.OutOfMemoryError as error:
-                raise FedspanError("engine.clients_per_pass", clients_per_pass, problem="too large") from error
-        return prepare(*args, clients_per_pass=clients_per_pass)
-
-    monkeypatch.setattr(script.Bench, "prepare", fail)
-    limit = 2
-    found = script.measure_clients(shape, adapted, 5, 1, cpu)
-    assert found.clients_per_pass == 2  # 5, 3, 2
-    assert found.rate > 0
-    limit = 0
-    assert script.measure_clients(shape, adapted, 5, 1, cpu) == script.Measured(None, None, 1)
-
-
 def test_the_engine_s_seconds_leave_out_what_it_calls_back() -> None:
     def train_all(examples: Any, sizes: Any, opened: Any, finished: Any) -> None:
         time.sleep(0.1)

@@ -193,14 +193,15 @@ def test_who_took_part_and_who_failed_is_drawn_by_round() -> None:
 
 def test_diagnostics_are_drawn_by_layer_with_a_menu_of_those_that_have_values() -> None:
     first, second, *_ = measures.MEASURES
-    layers = [{"m.h.0.a": {first.key: 0.5}}, {"m.h.0.a": {first.key: 0.25}, "m.h.1.b": {second.key: 2.0}}]
+    layers = [{"m.h.0.a": {first.key: 0.5}}, {"m.h.0.a": {first.key: 0.25}, "m.out": {second.key: 2.0}}]
     rows = [{"round": 2 * number, "diagnostics": {"layers": one}} for number, one in enumerate(layers, start=1)]
     figure = matrices.draw_rounds(run({"round": 1}, *rows))
     assert [[list(line) for line in heatmap.z] for heatmap in figure.data] == [
         [[0.5, 0.25], [None, None]],
         [[None, None], [None, 2.0]],
     ]
-    assert [(map.visible, *map.y) for map in figure.data] == [(True, "0.a", "1.b"), (False, "0.a", "1.b")]
+    assert [(map.visible, *map.y) for map in figure.data] == [(True, "0.a", "m.out"), (False, "0.a", "m.out")]
+    assert [names[0] for names in figure.data[0].hovertext] == ["m.h.0.a", "m.out"]
     (menu,) = figure.layout.updatemenus
     assert [button.label for button in menu.buttons] == [first.title, second.title]
     assert [list(button.args[0]["visible"]) for button in menu.buttons] == [[True, False], [False, True]]

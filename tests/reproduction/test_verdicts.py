@@ -14,7 +14,7 @@ from fedspan.reports.curves import Point, compute_target, find_target_round
 from fedspan.reproduction import reproduce
 from fedspan.reproduction.cells import Cell
 from fedspan.reproduction.presets import Claim
-from fedspan.reproduction.reproduce import MEASURED, Reproduction, measure
+from fedspan.reproduction.reproduce import Reproduction, measure
 from fedspan.reproduction.verdicts import CellScore, Judged, JudgedCell, format_difference, judge, tabulate_verdicts
 from fedspan.run_folder import RunFolder
 
@@ -177,15 +177,6 @@ def test_a_difference_has_its_own_unit(metric: str, mean: float, shown: str) -> 
     assert format_difference(metric, JudgedCell("all", mean, 0.01, "holds")) == shown
 
 
-def test_a_difference_of_costs_has_its_error_in_their_unit() -> None:
-    assert format_difference("rounds_to", JudgedCell("all", -2.67, 1.25, "holds")) == "-2.7 ± 1.2 rounds"
-    assert (
-        format_difference("bytes_to", JudgedCell("all", 2.5e6, 4e5, "holds", "at least "))
-        == "at least +2.500 ± 0.400 MB"
-    )
-    assert format_difference("bytes_to", JudgedCell("all", 2.5e6, None, "holds")) == "+2.500 MB"
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of pairs of the rounds that were diagnosed."""
@@ -221,16 +212,6 @@ def test_without_a_record_one_more_round_is_diagnosed(tmp_path: Path, asked: lis
     assert asked == [0, 3, 3]
 
 
-@pytest.mark.parametrize(
-    ("scores", "expected"), [({"test": {"exact_match": 0.5}}, 0.5), ({"test": {}}, None), ({}, None)]
-)
-def test_exact_matches_are_the_report_s(
-    scores: dict[str, Any], expected: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reproduce, "read_report", lambda folder: SimpleNamespace(scores=scores))
-    assert measure(tmp_path, ["exact_match"]) == {"exact_match": expected}
-
-
 def test_the_last_step_is_relative_and_of_the_target_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -249,10 +230,6 @@ def test_the_last_step_is_relative_and_of_the_target_layers(tmp_path: Path, monk
     assert measure(tmp_path, ["state_step"]) == {"state_step": None}  # of other coordinates
     states["last"] = ServerState(1)
     assert measure(tmp_path, ["state_step"]) == {"state_step": None}
-
-
-def test_what_is_measured_is_listed() -> None:
-    assert {"exact_match", "alignment", "barrier", "state_step"} == MEASURED
 
 
 def score_by_value(method: str, **by_value: tuple[float | None, ...]) -> CellScore:

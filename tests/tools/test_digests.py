@@ -22,15 +22,6 @@ def test_every_task_has_a_case(host: str, tmp_path: Path) -> None:
     assert tasks == {task.name for task in BUILT_IN} - ({TRAINER.name} if host != "loop" else set())
 
 
-def test_a_deployment_has_every_case_of_the_loop_engine(tmp_path: Path) -> None:
-    loop, deployed = (digest_cases.build_configs(tmp_path, host) for host in ("loop", "deployment"))
-    assert deployed.keys() == loop.keys()
-    for values in deployed.values():
-        sent, own = digest_cases.get_sent_data(values), digest_cases.get_node_data(values, "north")
-        assert {**sent, **own}.keys() - {"labels"} == values["data"].keys() - {"labels", "test_fraction"}
-        assert not sent.keys() & own.keys()
-
-
 def test_a_record_of_lists_of_words_is_equal_to_itself_and_to_no_other(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = [{}, {}]
     for number, record in enumerate(records):

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,8 @@ from fedspan.tasks.causal import CausalLM
 from fedspan.tasks.masked_lm import MaskedLanguageModel
 from fedspan.tasks.seq2seq import Seq2Seq
 from fedspan.tasks.token_classification import TokenClassification
-from fedspan.training import stacking, worker
+from fedspan.training import batching, stacking, worker
 from fedspan.training.batched import BatchedEngine, balance, run_parallel
-from fedspan.training.batching import draw_epoch_batches, draw_training_batches, split_evaluation_batches
 from fedspan.training.client_slot import SharedTensors
 from fedspan.training.config import TrainingSettings
 from fedspan.training.engine import train_one_by_one
@@ -112,18 +112,38 @@ LENGTHS = np.random.default_rng(0).integers(2, 60, 1000)
 def job(indices: np.ndarray, **changes: Any) -> list[list[int]]:
     options: dict[str, Any] = {"batch_size": 4, "epochs": 2, "batches": None, "seed": 1, "key": (0, "a", "train")}
     options = {**options, "group_by_length": True, **changes}
-    return [batch.tolist() for batch in draw_training_batches(indices, LENGTHS, **options)]
+    return [batch.tolist() for batch in batching.draw_training_batches(indices, LENGTHS, **options)]
 
 
 @settings(deadline=None)
 @given(st.integers(0, 100), st.integers(1, 20), st.booleans(), st.integers(0, 5))
 def test_an_epoch_is_every_example_once(count: int, size: int, grouped: bool, seed: int) -> None:
     indices = np.arange(3, 3 + count)
-    batches = draw_epoch_batches(indices, LENGTHS, size, create_generator(seed, "x"), grouped)
+    batches = batching.draw_epoch_batches(indices, LENGTHS, size, create_generator(seed, "x"), grouped)
     assert sorted(np.concatenate([*batches, np.array([], dtype=int)]).tolist()) == indices.tolist()
     assert len(batches) == -(-count // size)
     assert all(0 < len(batch) <= size for batch in batches)
     assert sum(len(batch) < size for batch in batches) <= 1
+
+
+@settings(deadline=None)
+@given(st.integers(16, 80), st.integers(1, 40), st.integers(1, 9), st.booleans(), st.booleans(), st.integers(1, 3))
+def test_no_step_has_fewer_examples_than_an_owner_requires(
+    count: int, size: int, passes: int, in_steps: bool, grouped: bool, epochs: int
+) -> None:
+    passes = max(passes, -(-8 // size))  # a run with smaller steps is refused
+    amount = {"local_steps": epochs} if in_steps else {"local_epochs": epochs}
+    training = {"batch_size": size, "gradient_accumulation_steps": passes, "group_by_length": grouped, **amount}
+    plain = TrainingSettings(lr=0.1, **training)
+    work = Assignment("a", 0, Job({}, {}, ()), np.arange(count), 0.1, min_batch=8)
+    examples: Any = SimpleNamespace(lengths=LENGTHS)
+    batches = list(batching.draw_job_batches(plain, 0, work, examples))
+    steps = [np.concatenate(batches[first : first + passes]) for first in range(0, len(batches), passes)]
+    assert all(len(step) >= min(8, size * passes) for step in steps)
+    trained = sorted(np.concatenate(steps).tolist())
+    assert not in_steps or len(set(trained)) >= min(16, epochs * size * passes, count if size >= 8 else count - 7)
+    assert in_steps or epochs * count - len(trained) < 8 * (epochs + 1)
+    assert in_steps or size < 8 or passes > 1 or trained == sorted([*range(count)] * epochs)
 
 
 def test_grouping_by_length_saves_padding_and_still_shuffles() -> None:
@@ -170,7 +190,7 @@ def test_no_examples_are_no_batches(options: dict[str, int]) -> None:
 @given(st.integers(0, 50), st.integers(1, 20))
 def test_evaluation_sees_all_by_length(count: int, size: int) -> None:
     indices = np.arange(7, 7 + count)
-    batches = split_evaluation_batches(indices, LENGTHS, size)
+    batches = batching.split_evaluation_batches(indices, LENGTHS, size)
     ordered = np.concatenate([*batches, np.array([], dtype=int)])
     assert sorted(ordered.tolist()) == indices.tolist()
     assert (np.diff(LENGTHS[ordered.astype(int)]) >= 0).all()

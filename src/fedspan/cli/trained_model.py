@@ -11,7 +11,7 @@ import typer
 
 from fedspan.cli.commands import Json, Overrides, argument, flag, option, register_command
 from fedspan.cli.formatting import create_console, create_table
-from fedspan.errors import FedspanError
+from fedspan.errors import FedspanError, escape_controls
 from fedspan.files import neutralize_formula
 from fedspan.progress.formatting import format_score
 
@@ -69,12 +69,13 @@ def predict(
         content = [{"text": text, **row} for row, text in zip(rows, lines, strict=True)]
         typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
         return
-    screen = sys.stdout.isatty()
+    if (screen := sys.stdout.isatty()) and "answer" not in rows[0]:  # labels are those of the model's folder
+        cells = [[escape_controls(cell) for cell in row] for row in cells]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     for row, text in zip(cells, lines, strict=True):
         shown = " ".join(text.split())
         if screen and "answer" in rows[0]:
-            typer.echo(f"{shown}\n  {row[0]}")
+            typer.echo("\n  ".join([shown, *map(escape_controls, row[0].splitlines())]))
         elif screen:
             typer.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=True)), shown]))
         else:

@@ -20,7 +20,7 @@ import torch
 from fedspan.clients.job_checkpoints import JobCheckpoints
 from fedspan.clients.metric_noise import MetricLimits, measure, score_parts
 from fedspan.clients.open_training import OpenTraining, normalize
-from fedspan.clients.order_checks import require_agreed, require_known
+from fedspan.clients.order_checks import require_agreed, require_examples, require_known
 from fedspan.clients.refusals import refuse
 from fedspan.clients.second_exchange import FirstExchange, build_second_reply
 from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics, parse_statistics_order
@@ -67,6 +67,7 @@ class Host:
         agreed: Digest of the config to which the clients agreed; empty: the host belongs to the server's process.
         metric_limits: The data owner's limits on metrics and losses; None: they are reported as measured.
         train_examples: Minimum number of training examples whose labels a client knows.
+        min_batch: Minimum number of examples of a step.
     """
 
     def __init__(
@@ -86,12 +87,14 @@ class Host:
         agreed: str = "",
         metric_limits: MetricLimits | None = None,
         train_examples: int = 0,
+        min_batch: int = 1,
     ) -> None:
         self.method, self.engine, self.clients = method, engine, clients
         self.examples, self.store, self.batch_size, self.export = examples, store, batch_size, export
         self.secure, self.reveals_losses, self.limits = secure, reveals_losses, limits or StatisticsLimits()
         self.checkpoints, self.agreed = checkpoints, agreed
         self.metric_limits, self.train_examples = metric_limits or MetricLimits(), train_examples
+        self.min_batch = min_batch
         self.tamper: Callable[[Order, Message, Message], Message] | None = None
         """Simulated fault of clients: function of an order, its decoded message and the honest reply, which returns
         the reply to send."""
@@ -259,6 +262,7 @@ class Host:
             elif not self.method.declare_claims().adapter:
                 rank = None  # the global model has the rank of its weights
             require_agreed(job, message, rank, float(self.engine.settings.lr), self.engine.adapted)
+            require_examples(job, self.engine.settings, self.train_examples)
         return job, replace(stored, base=base)
 
     def _open_training(self, order: Order) -> OpenTraining:
@@ -277,7 +281,8 @@ class Host:
             )
             if privacy.secret:
                 origin = f"{self.agreed} {order.key} {compute_state_digest(stored)}"
-        return OpenTraining(order, client, data, stored, job, noise, origin, stored.memory, dict(stored.moments))
+        memory, moments = stored.memory, dict(stored.moments)
+        return OpenTraining(order, client, data, stored, job, noise, origin, memory, moments, self.min_batch)
 
     @property
     def _is_private(self) -> bool:

@@ -16,6 +16,7 @@ from fedspan.core.tensors import EXTRAS, Tensors, group_by_layer, join_extra_nam
 from fedspan.core.values import Job, LayerSpec, Message, Spec
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
+from fedspan.training.config import TrainingSettings
 
 MOST_ERASED = 0.1
 """Share of earlier steps that a step may pull back: an epoch's last one may be of a single example."""
@@ -87,6 +88,25 @@ def require_agreed(job: Job, message: Message, rank: int | None, lr: float, adap
             if not lr * decay.strength * norm**2 <= MOST_ERASED:
                 expected = f"a factor by which steps erase at most {MOST_ERASED:.0%}"
                 raise FedspanError("message.tensors", name, expected)
+
+
+def require_examples(job: Job, settings: TrainingSettings, least: int) -> None:
+    """Check that what trains in turns, or under a projector of its own, is a change of enough examples.
+
+    The numbers are those of full steps, which tell nothing of the client's examples.
+
+    Raises:
+        FedspanError: If it may be that of fewer than ``least``.
+    """
+    turns = max((group.turns for group in job.trainable), default=1)
+    period = None if job.refresh is None else job.refresh.period
+    steps = job.steps or (settings.local_steps if job.epochs is None else None)  # None: epochs, one step may be left
+    parts = [max(1, (steps or 1) // turns)] if turns > 1 else []
+    parts += [] if period is None else [(steps % period or period) if steps else 1]
+    batch = settings.batch_size * settings.gradient_accumulation_steps
+    if parts and (count := min(parts) * batch) < least:
+        problem = f"what trains in turns, or under one of several projectors, is a change of {count} examples"
+        raise FedspanError("limits.train_examples", least, problem=problem)
 
 
 def _require_slots(layer: LayerSpec, shapes: Mapping[str, str], slots: Tensors, rank: int | None) -> None:

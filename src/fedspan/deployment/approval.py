@@ -18,12 +18,10 @@ from typing import Any, Literal
 
 import yaml
 
-from fedspan.config import parse_config
 from fedspan.config.node import NodeConfig
-from fedspan.data.files import NOWHERE
 from fedspan.deployment.base_offers import compute_offer_digest
 from fedspan.deployment.columns import describe_columns
-from fedspan.deployment.handshake import Invitation, get_minor_release
+from fedspan.deployment.handshake import Invitation, get_minor_release, parse_run_config
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.files import convert_disk_errors, from_json, read_bytes, to_json, write_atomic
 from fedspan.logs import AuditLog
@@ -119,12 +117,12 @@ class JobRequest:
     def summarize(self, node: NodeConfig) -> dict[str, str]:
         """Return what the job asks for, as text that a terminal can show: what a decision depends on, in few lines."""
         try:
-            values = parse_config({**self.config, "data": {**(self.config.get("data") or {}), "train": NOWHERE}})
-            config = values.model_dump(mode="json")  # with the defaults of what the server left out
-            if values.training.local_steps is not None:
-                del config["training"]["local_epochs"]  # steps replace epochs
-        except FedspanError:
-            config = self.config
+            values = parse_run_config(self.config)
+        except FedspanError as error:  # of another version
+            return {"run": escape_controls(self.run), "problem": f"this version cannot read its config: {error}"}
+        config = values.model_dump(mode="json")  # with the defaults of what the server left out
+        if values.training.local_steps is not None:
+            del config["training"]["local_epochs"]  # steps replace epochs
         offer = f"{self.base_bytes / 2**20:.1f} MiB, SHA-256 of its files {self.base_sha256}"
         facts = {
             "run": self.run,

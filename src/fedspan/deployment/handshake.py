@@ -113,6 +113,18 @@ def explain_version(version: str) -> str | None:
     return f"it runs fedspan {version}, and this is {__version__}: install fedspan {own}"
 
 
+def parse_run_config(values: Mapping[str, Any]) -> RunConfig:
+    """Parse a server's config whole, with the parts that a node's own config leaves out.
+
+    Raises:
+        FedspanError: If it is not valid.
+    """
+    data = values.get("data") or {}
+    if not isinstance(data, Mapping):
+        raise FedspanError("data", data, "a section")
+    return parse_config({**values, "data": {**data, "train": NOWHERE}})
+
+
 def build_server_config(values: Mapping[str, Any]) -> RunConfig:
     """Return the config of a deployment: a run's config without data locations.
 

@@ -152,6 +152,7 @@ class JoinedRunBuilder:
                 limits.evaluation_epsilon, limits.evaluation_examples, sizes, config.task_definition.metrics
             ),
             train_examples=limits.train_examples,
+            min_batch=limits.min_batch,
         )
         model = local.model
         return JoinedRun(host, compute_base_digest(model), compute_extras_digest(model), terms, context)

@@ -16,7 +16,7 @@ from fedspan.config.node import NodeConfig
 from fedspan.deployment.approval import Approvals, NotApprovedError, compute_job_digest
 from fedspan.deployment.audit import AUDIT, describe_envelope
 from fedspan.deployment.base_files import BaseMissingError, refuses_offer, require_base
-from fedspan.deployment.handshake import Introduction, Invitation
+from fedspan.deployment.handshake import Introduction, Invitation, parse_run_config
 from fedspan.deployment.health import Heartbeat
 from fedspan.deployment.joined_run import JoinedRun, JoinedRunBuilder, Load
 from fedspan.deployment.last_order import LastOrderFile
@@ -204,6 +204,7 @@ class NodeService:
             )
 
     def _require_allowed(self, invitation: Invitation) -> None:
+        parse_run_config(invitation.read_values())  # an approval shows it whole
         config = parse_config(self._builder.build_values(invitation))
         if (missing := explain_missing_tags(self.node.tags, config.federation.require_tags)) is not None:
             raise FedspanError("federation.require_tags", config.federation.require_tags, problem=missing)

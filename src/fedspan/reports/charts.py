@@ -60,8 +60,8 @@ def compute_tick_step(last: int) -> int:
 
 
 def shorten_layers(names: Sequence[str]) -> list[str]:
-    """Return layers without what precedes the first number in all of them, which would leave a phone no room."""
-    starts = {re.match(r"\D*\.(?=\d)|", name)[0] for name in names}  # pyright: ignore[reportOptionalSubscript]
+    """Return layers without what precedes the number of a block in all that have one, or a phone has no room."""
+    starts = {start[0] for name in names if (start := re.match(r"\D*\.(?=\d)", name))}
     return [name.removeprefix(*starts) for name in names] if len(starts) == 1 else list(names)
 
 
@@ -136,7 +136,8 @@ def draw_course(
             figure.update_yaxes(range=span)
     tick = compute_tick_step(max((summary.rounds[-1] for summary in curves if summary.rounds), default=1))
     figure.update_xaxes(title=titles["rounds"], dtick=tick)
-    figure.update_yaxes(title=title, tickformat=SHARES if percent else None)
+    # a curve that stays at 100 % has an axis to 200 % otherwise
+    figure.update_yaxes(title=title, **({"tickformat": SHARES, "autorangeoptions.clipmax": 1.02} if percent else {}))
     buttons: list[dict[str, Any]] = []
     for name, x in axes.items():
         axis = {"xaxis.title.text": titles[name], "xaxis.dtick": tick if name == "rounds" else None}
@@ -306,12 +307,14 @@ def draw_privacy(runs: Sequence[RunData]) -> Figure | None:
 def draw_spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
     """Draw the singular values of an adapter's layers, relative to the largest one of each layer."""
     figure = go.Figure()
-    for index, (layer, spectrum) in enumerate(zip(shorten_layers(list(values)), values.values(), strict=True)):
+    for index, (layer, short) in enumerate(zip(values, shorten_layers(list(values)), strict=True)):
+        spectrum = values[layer]
         if spectrum and spectrum[0] > 0:
             figure.add_scatter(
                 x=list(range(1, len(spectrum) + 1)),
                 y=[value / spectrum[0] for value in spectrum],
-                name=layer,
+                name=short,
+                hovertext=layer,
                 mode="lines+markers",
                 line={"width": 1, "color": COLORS[index % len(COLORS)], "dash": DASHES[index % len(DASHES)]},
                 marker={"symbol": MARKS[index % len(MARKS)], "size": 5},
@@ -336,6 +339,7 @@ def draw_layers(diagnoses: Mapping[str, Diagnosis]) -> Figure:
                 x=list(values.values()),
                 y=[names[layer] for layer in values],
                 name=label,
+                hovertext=list(values),
                 mode="markers",
                 visible=number == 0,
                 marker={"color": COLORS[index % len(COLORS)], "symbol": MARKS[index % len(MARKS)], "size": 9},

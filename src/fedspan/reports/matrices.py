@@ -126,13 +126,14 @@ def draw_rounds(run: RunData) -> Figure | None:
             z=[[layer_values.get(name, {}).get(measure.key) for layer_values in by_number.values()] for name in layers],
             x=list(by_number),
             y=shorten_layers(layers),
+            hovertext=[[name] * len(by_number) for name in layers],
             visible=number == 0,
             colorscale="Cividis",
             colorbar={"exponentformat": "e", "thickness": 12},
             xgap=1,
             ygap=1,
             texttemplate="%{z:.2g}" if len(by_number) <= 12 else None,
-            hovertemplate="%{y}, round %{x}: %{z:.4g}<extra></extra>",
+            hovertemplate="%{hovertext}, round %{x}: %{z:.4g}<extra></extra>",
         )
         visible = [index == number for index in range(len(measures))]
         buttons.append({"label": measure.title, "method": "update", "args": [{"visible": visible}]})

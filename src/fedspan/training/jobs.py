@@ -82,6 +82,8 @@ class Assignment:
     ignored: int = 0
     """Number of further examples, whose labels the run does not have: DP-SGD draws them, too, with gradients of zero.
     Otherwise its noise would tell the server, which names the labels, how many examples have them."""
+    min_batch: int = 1
+    """Fewest examples of a step, by the data owner's limits."""
 
     @property
     def count(self) -> int:
