@@ -101,6 +101,7 @@ def ask_browser(browser: str) -> list[list[str]]:
         for question in ANSWERS:
             page.goto(f"http://127.0.0.1:{server.server_port}/")
             page.fill("input.md-search__input", question)
+            page.press("input.md-search__input", "End")  # the theme searches when a key is released
             links = page.locator(".md-search-result__item > a.md-search-result__link")
             links.first.wait_for(state="attached", timeout=30_000)
             found.append([urlsplit(link.get_attribute("href") or "").path for link in links.all()])

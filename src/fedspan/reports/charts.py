@@ -136,8 +136,9 @@ def draw_course(
             figure.update_yaxes(range=span)
     tick = compute_tick_step(max((summary.rounds[-1] for summary in curves if summary.rounds), default=1))
     figure.update_xaxes(title=titles["rounds"], dtick=tick)
-    # a curve that stays at 100 % has an axis to 200 % otherwise
-    figure.update_yaxes(title=title, **({"tickformat": SHARES, "autorangeoptions.clipmax": 1.02} if percent else {}))
+    figure.update_yaxes(title=title)
+    if percent:  # a curve that stays at 100 % has an axis to 200 % otherwise
+        figure.update_yaxes(tickformat=SHARES, autorangeoptions={"clipmax": 1.02})
     buttons: list[dict[str, Any]] = []
     for name, x in axes.items():
         axis = {"xaxis.title.text": titles[name], "xaxis.dtick": tick if name == "rounds" else None}
