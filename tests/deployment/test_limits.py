@@ -313,10 +313,10 @@ def test_a_reply_is_no_single_example_s_gradient(
 @pytest.mark.parametrize(
     ("method", "training", "why"),
     [
-        ({"name": "la-lora"}, {"batch_size": 8, "local_steps": 2}, "a change of 8 examples"),
-        ({"name": "la-lora"}, {"batch_size": 8, "local_steps": None, "local_epochs": 1}, "a change of 8 examples"),
-        ({"name": "la-lora"}, {"batch_size": 8, "local_steps": 4}, None),
-        ({"name": "fedgalore", "steps": 6, "period": 1}, {"batch_size": 8}, "a change of 8 examples"),
+        ({"name": "la-lora"}, {"batch_size": 8, "local_steps": 2}, "are of 8 examples"),
+        ({"name": "la-lora"}, {"batch_size": 8, "gradient_accumulation_steps": 2}, None),
+        ({"name": "fedgalore", "steps": 6, "period": 1}, {"batch_size": 8}, "are of 8 examples"),
+        ({"name": "fedgalore"}, {"batch_size": 4, "gradient_accumulation_steps": 4}, "Expected at least 32"),
         ({"name": "fedgalore", "steps": 5, "period": 2}, {"batch_size": 16}, None),
     ],
 )

@@ -20,7 +20,7 @@ import torch
 from fedspan.clients.job_checkpoints import JobCheckpoints
 from fedspan.clients.metric_noise import MetricLimits, measure, score_parts
 from fedspan.clients.open_training import OpenTraining, normalize
-from fedspan.clients.order_checks import require_agreed, require_examples, require_known
+from fedspan.clients.order_checks import compute_min_batch, require_agreed, require_known
 from fedspan.clients.refusals import refuse
 from fedspan.clients.second_exchange import FirstExchange, build_second_reply
 from fedspan.clients.statistics import StatisticsLimits, compute_client_statistics, parse_statistics_order
@@ -170,6 +170,9 @@ class Host:
             if self.on_trained is not None:
                 job = replace(job, want_moments=True)
             assignment = training.make_assignment(job, keeps_moments)
+            if not self._is_private:  # noise hides single examples
+                least = compute_min_batch(job, self.engine.settings, self.min_batch, self.train_examples)
+                assignment = replace(assignment, min_batch=least)
             if assignment.client in failed:
                 return replace(assignment, indices=assignment.indices[:0], ignored=assignment.count)
             if self.checkpoints is None:
@@ -262,7 +265,6 @@ class Host:
             elif not self.method.declare_claims().adapter:
                 rank = None  # the global model has the rank of its weights
             require_agreed(job, message, rank, float(self.engine.settings.lr), self.engine.adapted)
-            require_examples(job, self.engine.settings, self.train_examples)
         return job, replace(stored, base=base)
 
     def _open_training(self, order: Order) -> OpenTraining:
@@ -281,8 +283,7 @@ class Host:
             )
             if privacy.secret:
                 origin = f"{self.agreed} {order.key} {compute_state_digest(stored)}"
-        memory, moments = stored.memory, dict(stored.moments)
-        return OpenTraining(order, client, data, stored, job, noise, origin, memory, moments, self.min_batch)
+        return OpenTraining(order, client, data, stored, job, noise, origin, stored.memory, dict(stored.moments))
 
     @property
     def _is_private(self) -> bool:

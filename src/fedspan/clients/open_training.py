@@ -30,7 +30,6 @@ class OpenTraining:
     origin: str
     memory: Memory
     moments: dict[str, tuple[OptimizerState, int]]
-    min_batch: int = 1
     parts: list[Part] = field(default_factory=list)
 
     def make_assignment(self, job: Job, use_moments: bool) -> Assignment:
@@ -49,7 +48,6 @@ class OpenTraining:
             self.noise,
             origin=self.origin,
             ignored=self.data.ignored,
-            min_batch=self.min_batch,
         )
 
 

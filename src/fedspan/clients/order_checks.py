@@ -19,7 +19,7 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.training.config import TrainingSettings
 
 MOST_ERASED = 0.1
-"""Share of earlier steps that a step may pull back: an epoch's last one may be of a single example."""
+"""Share of earlier steps that a step may pull back: a reply would be the gradient of its last step."""
 _LONGEST = 4096
 """Side that a matrix of even the smallest layer may have, such as the number of a method's heads."""
 _SCALE = 4
@@ -90,23 +90,24 @@ def require_agreed(job: Job, message: Message, rank: int | None, lr: float, adap
                 raise FedspanError("message.tensors", name, expected)
 
 
-def require_examples(job: Job, settings: TrainingSettings, least: int) -> None:
-    """Check that what trains in turns, or under a projector of its own, is a change of enough examples.
+def compute_min_batch(job: Job, settings: TrainingSettings, min_batch: int, train_examples: int) -> int:
+    """Return the fewest examples of a step of a job, by the limits of its client's owner.
 
-    The numbers are those of full steps, which tell nothing of the client's examples.
+    What trains in turns, or under one of several projectors, is a reply of its own; a projector may come from the
+    gradient of a step's first pass.
 
     Raises:
-        FedspanError: If it may be that of fewer than ``least``.
+        FedspanError: If the run's full steps have fewer.
     """
-    turns = max((group.turns for group in job.trainable), default=1)
-    period = None if job.refresh is None else job.refresh.period
-    steps = job.steps or (settings.local_steps if job.epochs is None else None)  # None: epochs, one step may be left
-    parts = [max(1, (steps or 1) // turns)] if turns > 1 else []
-    parts += [] if period is None else [(steps % period or period) if steps else 1]
-    batch = settings.batch_size * settings.gradient_accumulation_steps
-    if parts and (count := min(parts) * batch) < least:
-        problem = f"what trains in turns, or under one of several projectors, is a change of {count} examples"
-        raise FedspanError("limits.train_examples", least, problem=problem)
+    if min_batch == 1:
+        return 1
+    passes, refresh = settings.gradient_accumulation_steps, job.refresh
+    is_parted = (refresh is not None and refresh.period is not None) or any(group.turns > 1 for group in job.trainable)
+    least = max(train_examples if is_parted else 1, min_batch if refresh is None else min_batch * passes)
+    if (count := settings.batch_size * passes) < least:
+        problem = f"steps of this job, which the reply tells apart, are of {count} examples"
+        raise FedspanError("limits.train_examples", train_examples, f"at least {least}", problem=problem)
+    return least
 
 
 def _require_slots(layer: LayerSpec, shapes: Mapping[str, str], slots: Tensors, rank: int | None) -> None:

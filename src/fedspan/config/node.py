@@ -68,11 +68,11 @@ class NodeLimits(Section):
     than what a run gains. If fewer than three nodes send metrics, the run's last round is its result."""
     train_examples: int = Field(default=16, ge=1)
     """Minimum number of training examples that this node needs to participate in a run, and of those behind a reply:
-    local_steps times batch_size times gradient_accumulation_steps, also behind factors that train in turns, and behind
-    each of a round's projectors. A change after one step of one example is that example's gradient."""
+    local_steps times batch_size times gradient_accumulation_steps; of those of a step, if factors train in turns or a
+    round has several projectors. A change after one step of one example is that example's gradient."""
     min_batch: int = Field(default=8, ge=1)
-    """Minimum number of examples of a training step: batch_size * gradient_accumulation_steps. Fewer that an epoch has
-    left join its last full batch; where that is smaller than min_batch, they are left out."""
+    """Minimum number of examples of a training step (batch_size * gradient_accumulation_steps), and of a pass from
+    whose gradient a projector comes. Fewer examples that an epoch has left join the step before."""
     steps: int = Field(default=20_000, ge=1)
     """Maximum number of forward and backward passes of an order: local_steps, or local_epochs over this node's batches
     (of the rounded number of examples), times gradient_accumulation_steps, and the epochs that the method adds."""

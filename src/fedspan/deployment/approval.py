@@ -119,7 +119,8 @@ class JobRequest:
         try:
             values = parse_run_config(self.config)
         except FedspanError as error:  # of another version
-            return {"run": escape_controls(self.run), "problem": f"this version cannot read its config: {error}"}
+            facts = {"run": self.run, "problem": f"this version cannot read its config: {error}"}
+            return {name: escape_controls(value) for name, value in {**facts, "decision": self.decision or ""}.items()}
         config = values.model_dump(mode="json")  # with the defaults of what the server left out
         if values.training.local_steps is not None:
             del config["training"]["local_epochs"]  # steps replace epochs

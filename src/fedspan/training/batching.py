@@ -28,44 +28,48 @@ _WINDOW = 8
 
 
 def draw_epoch_batches(
+    indices: np.ndarray, lengths: np.ndarray, batch_size: int, rng: torch.Generator, group_by_length: bool
+) -> list[np.ndarray]:
+    """Draw the batches of one epoch: every index once, ``batch_size`` at a time (the last batch may be smaller).
+
+    With ``group_by_length``, each window of 8 shuffled batches is sorted by length before it is cut, and the batches
+    are shuffled again. This reduces padding, and batches still differ from epoch to epoch.
+    """
+    shuffled = indices[torch.randperm(len(indices), generator=rng).numpy()]
+    if not group_by_length:
+        return [shuffled[first : first + batch_size] for first in range(0, len(shuffled), batch_size)]
+    window = _WINDOW * batch_size
+    batches: list[np.ndarray] = []
+    for start in range(0, len(shuffled), window):
+        part = shuffled[start : start + window]
+        part = part[np.argsort(lengths[part], kind="stable")]
+        batches += [part[first : first + batch_size] for first in range(0, len(part), batch_size)]
+    return [batches[int(index)] for index in torch.randperm(len(batches), generator=rng)]
+
+
+def _draw_epoch_steps(
     indices: np.ndarray,
     lengths: np.ndarray,
     batch_size: int,
     rng: torch.Generator,
     group_by_length: bool,
-    min_batch: int = 1,
+    passes: int,
+    min_batch: int,
 ) -> list[np.ndarray]:
-    """Draw the batches of one epoch: every index once, ``batch_size`` at a time (one batch may be smaller).
+    """Draw the batches of one epoch, ``passes`` a step, so that each step has ``min_batch`` examples.
 
-    With ``group_by_length``, each window of 8 shuffled batches is sorted by length before it is cut, and the batches
-    are shuffled again. This reduces padding, and batches still differ from epoch to epoch.
-
-    Args:
-        min_batch: Fewest examples of a batch. Above 1, the smaller batch is the last one; with still fewer examples it
-            joins the one before, or is left out where even full batches have fewer: steps have several of these.
+    What full steps leave over is a step of its own, the last one, or joins the step before.
     """
+    rest = len(indices) % (batch_size * passes)
+    if min_batch == 1 or not rest:
+        return draw_epoch_batches(indices, lengths, batch_size, rng, group_by_length)
     shuffled = indices[torch.randperm(len(indices), generator=rng).numpy()]
-    if not group_by_length:
-        batches = [shuffled[first : first + batch_size] for first in range(0, len(shuffled), batch_size)]
-        return _enlarge_smallest(batches, batch_size, min_batch)
-    window = _WINDOW * batch_size
-    batches = list[np.ndarray]()
-    for start in range(0, len(shuffled), window):
-        part = shuffled[start : start + window]
-        part = part[np.argsort(lengths[part], kind="stable")]
-        batches += [part[first : first + batch_size] for first in range(0, len(part), batch_size)]
-    batches = [batches[int(index)] for index in torch.randperm(len(batches), generator=rng)]
-    return _enlarge_smallest(batches, batch_size, min_batch)
-
-
-def _enlarge_smallest(batches: list[np.ndarray], batch_size: int, min_batch: int) -> list[np.ndarray]:
-    if min_batch == 1:
-        return batches
-    full = [batch for batch in batches if len(batch) == batch_size]
-    rest = [batch for batch in batches if len(batch) < batch_size]
-    if not full or all(len(batch) >= min_batch for batch in rest):
-        return full + rest
-    return [*full[:-1], np.concatenate([full[-1], *rest])] if batch_size >= min_batch else full
+    left = shuffled[-rest:]
+    batches = draw_epoch_batches(shuffled[:-rest], lengths, batch_size, rng, group_by_length)
+    if batches and rest < max(min_batch, passes):
+        left = np.concatenate([*batches[-passes:], left])
+        del batches[-passes:]
+    return [*batches, *(part for part in np.array_split(left, passes) if len(part))]
 
 
 def draw_training_batches(
@@ -78,6 +82,7 @@ def draw_training_batches(
     seed: int,
     key: tuple[int | str, ...],
     group_by_length: bool,
+    passes: int = 1,
     min_batch: int = 1,
 ) -> Iterator[np.ndarray]:
     """Yield the batches of a job: ``epochs`` epochs, or exactly ``batches`` batches (over as many epochs as needed)."""
@@ -86,7 +91,7 @@ def draw_training_batches(
         return
     while epoch < epochs if batches is None else count < batches:
         rng = create_generator(seed, "batches", *key, epoch)
-        for batch in draw_epoch_batches(indices, lengths, batch_size, rng, group_by_length, min_batch):
+        for batch in _draw_epoch_steps(indices, lengths, batch_size, rng, group_by_length, passes, min_batch):
             if batches is not None and count == batches:
                 return
             yield batch
@@ -98,26 +103,21 @@ def draw_job_batches(
     settings: TrainingSettings, seed: int, assignment: Assignment, examples: Examples
 ) -> Iterator[np.ndarray]:
     """Yield an assignment's batches: epochs or steps as set by its job, or else by the run; one epoch for a probe."""
-    job, passes = assignment.job, settings.gradient_accumulation_steps
+    job = assignment.job
     steps = settings.local_steps if job.steps is None and job.epochs is None else job.steps
     epochs = settings.local_epochs if job.epochs is None else job.epochs
-    batches = draw_training_batches(
+    return draw_training_batches(
         assignment.indices,
         examples.lengths,
         batch_size=settings.batch_size,
         epochs=1 if job.steps == 0 else epochs,
-        batches=steps * passes if steps else None,
+        batches=steps * settings.gradient_accumulation_steps if steps else None,
         seed=seed,
         key=(assignment.round, assignment.client, job.phase),
         group_by_length=settings.group_by_length,
-        min_batch=assignment.min_batch,
+        passes=settings.gradient_accumulation_steps,
+        min_batch=1 if job.steps == 0 else assignment.min_batch,  # a probe is one step
     )
-    if assignment.min_batch == 1 or steps or job.steps == 0:
-        return batches
-    drawn = list(batches)
-    complete = len(drawn) - len(drawn) % passes
-    is_small = complete and sum(map(len, drawn[complete:])) < assignment.min_batch
-    return iter(drawn[:complete] if is_small else drawn)
 
 
 def split_evaluation_batches(indices: np.ndarray, lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:
