@@ -69,7 +69,8 @@ def _draw_epoch_steps(
     if batches and rest < max(min_batch, passes):
         left = np.concatenate([*batches[-passes:], left])
         del batches[-passes:]
-    return [*batches, *(part for part in np.array_split(left, passes) if len(part))]
+    left = np.resize(left, max(len(left), passes, min_batch))  # fewer examples than that: some count twice
+    return [*batches, *np.array_split(left, passes)]
 
 
 def draw_training_batches(

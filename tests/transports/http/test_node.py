@@ -284,6 +284,26 @@ def test_a_second_process_with_a_node_s_key_is_refused_until_the_first_is_gone(
             assert replies == [ORDER]
 
 
+def test_a_connection_that_is_given_up_is_closed_after_its_last_request(scene: Scene) -> None:
+    """Otherwise the thread that waits reads from the number of a closed socket, which may be a file's by then."""
+    orders = list[Any]()
+    with LocalServer(scene.server), open_client(scene.link) as client:
+        node = NodeConnection(scene.link, scene.link.create_signer(), client)
+        node.join()
+        poll = Thread(target=lambda: orders.append(node.take_order()))
+        poll.start()
+        time.sleep(0.5)
+        client.close()
+        assert not client.is_closed
+        with pytest.raises(httpx.ReadError, match="given up"):
+            node.leave()
+        with open_client(scene.link) as other:
+            other.post("leave", headers={"authorization": f"Bearer {node.session}"})
+        poll.join(20)
+    assert orders == [None]
+    assert client.is_closed
+
+
 def test_a_server_that_is_not_the_one_of_the_file_is_sent_no_signature(scene: Scene, tmp_path: Path) -> None:
     """As one that passes on the challenge of another."""
     from fedspan.transports.http.client import open_client

@@ -125,7 +125,46 @@ class Link(NamedTuple):
         return NodeSigner(self.key, self.authority)
 
 
-def open_client(link: Link) -> httpx.Client:
+class SharedClient(httpx.Client):
+    """A client of several threads, which closes its connections after the last of their requests.
+
+    A thread that waits for an answer would read on from the number of a closed socket, which may be a file's by then.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._lock, self._requests, self._is_left = Lock(), 0, False
+
+    @contextmanager
+    def stream(self, *args: Any, **options: Any) -> Generator[httpx.Response]:
+        """Send a request, and yield its answer."""
+        with self._lock:
+            if self._is_left:
+                raise httpx.ReadError("the connection was given up")
+            self._requests += 1
+        try:
+            with super().stream(*args, **options) as response:
+                yield response
+        finally:
+            with self._lock:
+                self._requests -= 1
+            self._close_unused()
+
+    def close(self) -> None:
+        """Send no further requests."""
+        self._is_left = True
+        self._close_unused()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _close_unused(self) -> None:
+        with self._lock:
+            if self._is_left and not self._requests:
+                super().close()
+
+
+def open_client(link: Link) -> SharedClient:
     """Open connections to a server, through a proxy if there is one."""
     verify: ssl.SSLContext | bool = False
     if link.authority is not None:
@@ -142,7 +181,7 @@ def open_client(link: Link) -> httpx.Client:
     limits = httpx.Limits(keepalive_expiry=KEPT_ALIVE)
     address = f"{scheme}://{link.address}/v1/"
     headers = {"accept-encoding": "identity"}
-    return httpx.Client(
+    return SharedClient(
         base_url=address, verify=verify, proxy=link.proxy, timeout=timeout, limits=limits, headers=headers
     )
 
@@ -163,7 +202,7 @@ class NodeConnection:
         self,
         link: Link,
         signer: NodeSigner | UnsignedSigner,
-        client: httpx.Client,
+        client: SharedClient,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.link, self._signer, self._client = link, signer, client

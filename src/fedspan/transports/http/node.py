@@ -21,7 +21,7 @@ import httpx
 
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import Envelope
-from fedspan.transports.http.client import Link, NodeConnection, RefusedError, open_client, read_short
+from fedspan.transports.http.client import Link, NodeConnection, RefusedError, SharedClient, open_client, read_short
 from fedspan.transports.http.signing import NodeSigner, UnsignedSigner
 from fedspan.transports.http.wire import NodeWork
 
@@ -279,7 +279,7 @@ def check_server(link: Link) -> str:
     return f"{link.address} is reached, {how}{admission}"
 
 
-def _check_admission(link: Link, client: httpx.Client) -> str:
+def _check_admission(link: Link, client: SharedClient) -> str:
     if link.key is None or link.authority is None:
         return ""
     try:

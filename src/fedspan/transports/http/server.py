@@ -20,6 +20,7 @@ import httpx
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, make_private_folder, write_atomic, write_file
 from fedspan.processes import hold_folder
+from fedspan.transports.http.client import SharedClient
 from fedspan.transports.http.keys import AUTHORITY, ensure_authority
 from fedspan.transports.http.store import MESSAGES, RANDOM
 from fedspan.transports.http.wire import KEPT_ALIVE, NodeWork, parse_work
@@ -129,7 +130,7 @@ class Operator:
         verify: ssl.SSLContext | bool = False
         if link.authority is not None:
             verify = ssl.create_default_context(cafile=str(link.authority))
-        self._client = httpx.Client(
+        self._client = SharedClient(
             base_url=f"{scheme}://{link.address}/v1/",
             verify=verify,
             headers={"authorization": f"Bearer {link.secret.read_text(encoding='utf-8')}"},
@@ -143,9 +144,9 @@ class Operator:
         Raises:
             httpx.HTTPError: If the server is unreachable, or refuses.
         """
-        answer = self._client.post(path, json=content, timeout=_SECONDS + wait)
-        answer.raise_for_status()
-        return answer.json()
+        with self._client.stream("POST", path, json=content, timeout=_SECONDS + wait) as answer:
+            answer.read()
+            return answer.raise_for_status().json()
 
     def close(self) -> None:
         """Close the connection."""
