@@ -50,6 +50,7 @@ from fedspan.training.batched import BatchedEngine
 from fedspan.training.batching import draw_job_batches
 from fedspan.training.config import EngineConfig
 from fedspan.training.jobs import Assignment
+from fedspan.training.loop import LoopEngine
 from fedspan.training.stacking import wait_for
 
 GOAL, CLOSE, ROUNDING = 8.0, 1e-4, 2.0
@@ -202,7 +203,7 @@ class Bench:
         method = config.build_method(replace(adapted.spec, clients=clients))
         settings = config.build_training_settings()
         options = EngineConfig(clients_per_pass=clients_per_pass or clients, workers=1, prefix_cache=False)
-        engine = BatchedEngine(adapted, task, settings, 0, options)
+        engine = BatchedEngine(LoopEngine(adapted, task, settings, 0, options))
         state = method.init(adapted)
         works: dict[str, Assignment] = {}
         for number in range(clients):

@@ -270,14 +270,9 @@ SPARSE = {
     ),
     "macintosh": (TEXTS["cp1252"], "mac_roman"),
     "finnish": ("text,label\nMissä korttini on?,a\nMaksu epäonnistui tänään,b\nOnko se jo lähetetty?,a\n", "cp1252"),
-    "dutch words": ("text,label\ngéén reactie gekregen,a\nHet hele idee is één grote ramp,b\n", "cp1252"),
     "swiss": ("text,label\nBäär in Zürich,a\nwhere is my card,b\n", "cp1252"),
     "msdos german": (
         "text;label\nSchöne Grüße aus München;a\nÜberweisung möglich?;b\nWo ist die Karte für das Konto?;a\n",
-        "cp850",
-    ),
-    "msdos french": (
-        "text;label\nLe café est fermé à l'été, où étiez-vous?;non\nJe n'ai pas reçu ma carte;a\n",
         "cp850",
     ),
     "msdos russian": (TEXTS["cp1251"], "cp866"),

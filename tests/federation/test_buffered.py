@@ -461,30 +461,6 @@ def test_the_learning_rate_follows_the_schedule(tiny_folder: Path, prepared: Pre
     assert rates == pytest.approx([0.05, 0.1, 0.075, 0.05, 0.025])
 
 
-def test_uniform_weights_count_clients_not_examples(prepared: Prepared) -> None:
-    """With weight 1 for all, the state is the plain mean of the four replies."""
-    old = prepared.federation
-    clients = [replace(one, client=replace(one.client, weight=1.0)) for one in old.clients.values()]
-    replies: list[dict[str, Tensor]] = []
-
-    @dataclass(frozen=True, kw_only=True)
-    class Listening(Wrapper):
-        def finish(
-            self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
-        ) -> tuple[Job | Message, Memory]:
-            result = self.inner.finish(job, trained, client, memory, round)
-            assert isinstance(result[0], Message)
-            replies.append(dict(result[0].tensors))
-            return result
-
-    federation = simulate(Listening(inner=old.method), old.engine, clients, old.examples, make_settings(1))
-    state = federation.run_round(federation.begin()).progress.state
-    for name, value in state.tensors.items():
-        mean = torch.stack([reply[name].double() for reply in replies]).mean(0)
-        assert torch.allclose(value.double(), mean, rtol=1e-7, atol=1e-8)
-    assert not same(Progress(state), old.run_round(old.begin()).progress)
-
-
 @pytest.mark.parametrize(("method", "matters"), [("fedit", True), ("flora", False)])
 def test_moments_are_kept_on_request_and_within_a_generation(
     method: str, matters: bool, tiny_folder: Path, prepared: Prepared

@@ -14,6 +14,7 @@ from fedspan.core.values import Job, Trained
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.config import EngineConfig
 from fedspan.training.jobs import Assignment
+from fedspan.training.loop import LoopEngine
 
 PASSES = ("method fedit", "task causal-lm")
 """Runs of an encoder and of a decoder, by their names in ``device_runs.RUNS``."""
@@ -43,7 +44,7 @@ def count_pass(
     indices = np.flatnonzero(lengths == np.bincount(lengths).argmax())[:steps]  # one layout of all passes
     assert len(indices) == steps
     options = EngineConfig(clients_per_pass=clients, workers=1, prefix_cache=False)
-    engine = BatchedEngine(prepared.engine.adapted, prepared.task, prepared.engine.settings, 0, options)
+    engine = BatchedEngine(LoopEngine(prepared.engine.adapted, prepared.task, prepared.engine.settings, 0, options))
     message, assignments = federation.method.sync(state, client), dict[str, Assignment]()
     for number in range(clients):  # a host decodes a message to several clients once
         job = federation.method.start(message, replace(client, id=f"client-{number:02}"), {}, 0)

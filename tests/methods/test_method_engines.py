@@ -44,7 +44,7 @@ def engine_of(prepared: Prepared, at_once: int | None, prefix_cache: bool = Fals
     """The loop, or the batched engine with so many clients at once."""
     parts = (prepared.engine.adapted, prepared.task, prepared.config.build_training_settings(), prepared.config.seed)
     options = EngineConfig(clients_per_pass=at_once, workers=1, prefix_cache=prefix_cache)
-    return LoopEngine(*parts) if at_once is None else BatchedEngine(*parts, options)
+    return LoopEngine(*parts) if at_once is None else BatchedEngine(LoopEngine(*parts, options))
 
 
 def run_rounds(prepared: Prepared, engine: Engine) -> Progress:

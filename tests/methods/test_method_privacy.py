@@ -144,7 +144,7 @@ def test_the_engines_agree(key: str, mechanism: str, prepared: Prepared, tiny_fo
     _, by_loop = run_rounds(run.federation)
     parts = (run.engine.adapted, run.task, run.engine.settings, run.engine.seed)
     options = EngineConfig(clients_per_pass=3, workers=1, prefix_cache=False)
-    tiny.use_engine(run.federation, BatchedEngine(*parts, options, privacy=run.engine.privacy))
+    tiny.use_engine(run.federation, BatchedEngine(LoopEngine(*parts, options, privacy=run.engine.privacy)))
     _, batched = run_rounds(run.federation)
     for name, value in by_loop.state.tensors.items():
         other = batched.state.tensors[name]

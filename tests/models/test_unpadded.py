@@ -189,7 +189,9 @@ def test_several_clients_at_once(
         prepared = built("deep-bert", tiny_folder, decoders, **changes)
         options = EngineConfig(clients_per_pass=3, workers=workers, padding_free=padding_free)
         settings = prepared.config.build_training_settings()
-        engine = BatchedEngine(prepared.engine.adapted, prepared.task, settings, 0, options, hidden_batch_size=8)
+        engine = BatchedEngine(
+            LoopEngine(prepared.engine.adapted, prepared.task, settings, 0, options, hidden_batch_size=8)
+        )
         tiny.use_engine(prepared.federation, engine)
         states.append(tiny.final_tensors(prepared))
         assert engine.refusal is None

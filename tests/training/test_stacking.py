@@ -26,6 +26,7 @@ from fedspan.tasks.task import Examples
 from fedspan.training import batching, stacking, worker
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.config import EngineConfig
+from fedspan.training.loop import LoopEngine
 from fedspan.training.worker import Worker
 from helpers import tiny, tiny_decoders, tiny_images
 from helpers.families import others_slow
@@ -75,7 +76,8 @@ def test_as_many_at_once_as_is_fastest(
         prepared.federation.run_round(prepared.federation.begin())
         assert engine.stacking == stacking.StackingPlan(*expected)
         measured.clear()  # remembered: nothing is measured again
-        again = BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed)
+        options = EngineConfig(prefix_cache=False)
+        again = BatchedEngine(LoopEngine(engine.adapted, engine.task, engine.settings, engine.seed, options))
         tiny.use_engine(prepared.federation, again)
         prepared.federation.run_round(prepared.federation.begin())
         assert again.stacking == engine.stacking
@@ -103,12 +105,9 @@ def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pyte
     found = tiny.final_tensors(prepared)
     engine = prepared.engine
     plan = asdict(engine.stacking)
-    tiny.use_engine(
-        prepared.federation,
-        BatchedEngine(
-            engine.adapted, engine.task, engine.settings, engine.seed, EngineConfig(**plan, prefix_cache=False)
-        ),
-    )
+    options = EngineConfig(**plan, prefix_cache=False)
+    loop = LoopEngine(engine.adapted, engine.task, engine.settings, engine.seed, options)
+    tiny.use_engine(prepared.federation, BatchedEngine(loop))
     again = tiny.final_tensors(prepared)
     assert all(torch.equal(value, again[name]) for name, value in found.items())
 
@@ -313,7 +312,8 @@ def test_a_run_takes_the_plan_of_its_own_size(
 
     def chosen(share: float) -> stacking.StackingPlan | None:
         monkeypatch.setattr(stacking, "_SHARE", share)
-        again = BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed, rounds=1)
+        options = EngineConfig(prefix_cache=False)
+        again = BatchedEngine(LoopEngine(engine.adapted, engine.task, engine.settings, engine.seed, options), rounds=1)
         tiny.use_engine(federation, again)
         federation.run_round(federation.begin())
         return again.stacking

@@ -77,13 +77,13 @@ def make_engine(
     Args:
         shared_with: Another engine on the same model and task, whose prefix caches and time for measuring are shared.
     """
-    options, seed = config.engine, config.seed
-    size, rounds = config.evaluation.batch_size, config.federation.rounds
+    options, size = config.engine, config.evaluation.batch_size
     prefixes = None if shared_with is None else shared_with.prefixes
     stages = stages or (None if shared_with is None else shared_with.stages)
+    loop = LoopEngine(adapted, task, settings, config.seed, options, prefixes, stages, privacy, size)
     if options.name != "batched":
-        return LoopEngine(adapted, task, settings, seed, options, prefixes, stages, privacy, size)
-    engine = BatchedEngine(adapted, task, settings, seed, options, prefixes, stages, rounds, privacy, size)
+        return loop
+    engine = BatchedEngine(loop, config.federation.rounds)
     if isinstance(shared_with, BatchedEngine):
         engine.measuring = shared_with.measuring
     return engine

@@ -271,13 +271,11 @@ def _to_names(value: object) -> list[str]:
 
 
 def _clean_stage(stage: object) -> dict[str, Any] | None:
-    match stage:
-        case {"text": str() as text}:
-            values = cast("Mapping[str, Any]", stage)
-            done, total = _to_int(values.get("done")) or 0, _to_int(values.get("total"))
-            return {"text": clean_text(text), "done": done, "total": total, "unit": clean_text(values.get("unit"), 40)}
-        case _:
-            return None
+    values = cast("Mapping[str, Any]", stage) if isinstance(stage, Mapping) else {}
+    if not isinstance(text := values.get("text"), str):
+        return None
+    done, total = _to_int(values.get("done")) or 0, _to_int(values.get("total"))
+    return {"text": clean_text(text), "done": done, "total": total, "unit": clean_text(values.get("unit"), 40)}
 
 
 def _clean_baseline(baseline: object) -> dict[str, Any] | None:

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from fedspan.core.values import Job, Trained
-from fedspan.models.adapted import AdaptedModel
 from fedspan.models.stacked import Unstackable
 from fedspan.tasks.losses import bound_loss
-from fedspan.tasks.task import Examples, Task
+from fedspan.tasks.task import Examples
 from fedspan.training.batching import (
     ModelInputs,
     split_evaluation_batches,
@@ -31,55 +30,34 @@ from fedspan.training.batching import (
     stack_models,
     stack_on_shared_examples,
 )
-from fedspan.training.config import EngineConfig, Privacy, TrainingSettings
 from fedspan.training.engine import FinishJob, OpenJob
 from fedspan.training.jobs import Assignment, convert_out_of_memory
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCaches
 from fedspan.training.services import join_features
 from fedspan.training.stacking import DEFAULT, PROBE_CLIENTS, MeasuringTime, StackingPlan, tune
-from fedspan.training.stages import Stages
 from fedspan.training.worker import Worker
-
-_UNCACHED = EngineConfig(prefix_cache=False)
 
 
 class BatchedEngine:
     """Trains and evaluates jobs on one model, many clients at once.
 
     Args:
-        seed: Seed of every random draw (batches, dropout).
-        options: The number of clients at once, as far as it is not measured, and those of ``TrainingServices``.
-        prefixes: As in ``TrainingServices``.
+        loop: The loop engine with the model and its settings, which trains clients that cannot share a pass.
         rounds: Planned number of rounds, which bounds what is spent on measuring; None: it is unknown.
     """
 
-    def __init__(
-        self,
-        adapted: AdaptedModel,
-        task: Task,
-        settings: TrainingSettings,
-        seed: int,
-        options: EngineConfig = _UNCACHED,
-        prefixes: PrefixCaches | None = None,
-        stages: Stages | None = None,
-        rounds: int | None = None,
-        privacy: Privacy | None = None,
-        hidden_batch_size: int = 32,
-    ) -> None:
-        self.rounds = rounds
+    def __init__(self, loop: LoopEngine, rounds: int | None = None) -> None:
         self.on_plan: Callable[[StackingPlan], None] | None = None
         """Receives the stacking plan before the first training that uses it; None: there is no receiver."""
-        self.stages = stages or Stages()
-        self.adapted, self.task, self.settings, self.seed, self.privacy = adapted, task, settings, seed, privacy
-        self.options = options
+        self.adapted, self.task, self.settings, self.seed = loop.adapted, loop.task, loop.settings, loop.seed
+        self.stages, self.privacy, self.options, self.rounds = loop.stages, loop.privacy, loop.options, rounds
         self.stacking: StackingPlan | None = None
         """The stacking plan; known from the first round on, or set beforehand."""
         self.measuring = MeasuringTime()
         """The time that is left for measuring stacking plans, which the engines of a run share."""
         self.refusal_elsewhere: str | None = None
         """``refusal`` of an engine in another process that trains this one's clients; None: there is none."""
-        loop = LoopEngine(adapted, task, settings, seed, options, prefixes, self.stages, privacy, hidden_batch_size)
         self._workers = [Worker(loop)]
         self._predicts_alone = False  # models could not share a pass
 

@@ -92,7 +92,7 @@ class TrainingServices:
         self.splits_alike = privacy is not None and privacy.mechanism == "dp-sgd" and privacy.secret
         """Whether only examples of equal shapes share a pass: one changes, but for rounding, its own gradient alone."""
         self.alike = AlikeGroups(task)
-        self.seed = seed
+        self.seed, self.options = seed, options
         _require_loss_options(task, settings)
         self._labels: tuple[str, ...] = tuple(getattr(task, "labels", None) or ())
         self._is_checked = False

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from fedspan.errors import FedspanError
 from fedspan.transports.http.keys import sign_join
 from fedspan.transports.http.signing import NodeSigner, UnsignedSigner
-from fedspan.transports.http.wire import CHUNK, KEPT_ALIVE, POLL_SECONDS, PROTOCOLS, NodeWork
+from fedspan.transports.http.wire import CHUNK, KEPT_ALIVE, POLL_SECONDS, PROTOCOLS, NodeWork, SharedClient
 
 T = TypeVar("T")
 
@@ -123,45 +123,6 @@ class Link(NamedTuple):
         if self.key is None or self.authority is None:
             return UnsignedSigner()
         return NodeSigner(self.key, self.authority)
-
-
-class SharedClient(httpx.Client):
-    """A client of several threads, which closes its connections after the last of their requests.
-
-    A thread that waits for an answer would read on from the number of a closed socket, which may be a file's by then.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._lock, self._requests, self._is_left = Lock(), 0, False
-
-    @contextmanager
-    def stream(self, *args: Any, **options: Any) -> Generator[httpx.Response]:
-        """Send a request, and yield its answer."""
-        with self._lock:
-            if self._is_left:
-                raise httpx.ReadError("the connection was given up")
-            self._requests += 1
-        try:
-            with super().stream(*args, **options) as response:
-                yield response
-        finally:
-            with self._lock:
-                self._requests -= 1
-            self._close_unused()
-
-    def close(self) -> None:
-        """Send no further requests."""
-        self._is_left = True
-        self._close_unused()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _close_unused(self) -> None:
-        with self._lock:
-            if self._is_left and not self._requests:
-                super().close()
 
 
 def open_client(link: Link) -> SharedClient:
@@ -365,15 +326,8 @@ class NodeConnection:
         """Report that the node was stopped."""
         self._request("POST", "leave")
 
-    def _request(
-        self,
-        method: str,
-        path: str,
-        headers: dict[str, str] | None = None,
-        content: Any = None,
-        query: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        with self._stream(method, path, headers, content, query) as response:
+    def _request(self, *args: Any, **options: Any) -> dict[str, Any]:
+        with self._stream(*args, **options) as response:
             facts = _parse_facts(read_short(response))
         if facts is None:
             raise httpx.RemoteProtocolError("not an answer of a fedspan server")

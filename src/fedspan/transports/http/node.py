@@ -21,9 +21,9 @@ import httpx
 
 from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import Envelope
-from fedspan.transports.http.client import Link, NodeConnection, RefusedError, SharedClient, open_client, read_short
+from fedspan.transports.http.client import Link, NodeConnection, RefusedError, open_client, read_short
 from fedspan.transports.http.signing import NodeSigner, UnsignedSigner
-from fedspan.transports.http.wire import NodeWork
+from fedspan.transports.http.wire import NodeWork, SharedClient
 
 _STOP = 0.5
 """Interval in which a node that waits for an order checks whether to stop, in seconds."""

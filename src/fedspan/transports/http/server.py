@@ -20,10 +20,9 @@ import httpx
 from fedspan.errors import FedspanError
 from fedspan.files import convert_disk_errors, make_private_folder, write_atomic, write_file
 from fedspan.processes import hold_folder
-from fedspan.transports.http.client import SharedClient
 from fedspan.transports.http.keys import AUTHORITY, ensure_authority
 from fedspan.transports.http.store import MESSAGES, RANDOM
-from fedspan.transports.http.wire import KEPT_ALIVE, NodeWork, parse_work
+from fedspan.transports.http.wire import KEPT_ALIVE, NodeWork, SharedClient, parse_work
 
 _DESCRIPTION, _SECRET = "server.json", "secret"
 _SECRET_BYTES = 32

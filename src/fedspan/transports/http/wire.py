@@ -9,8 +9,12 @@ proxies pass on, and a request waits at most ``POLL_SECONDS``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, NamedTuple
+
+import httpx
 
 KEPT_ALIVE = 60.0
 """Seconds for which an idle connection is kept: longer than heartbeats are apart."""
@@ -76,3 +80,39 @@ def unpack(data: bytes, count: int) -> list[bytes]:
     if start != len(data) or len(parts) != count:
         raise ValueError(f"not {count} parts with their lengths before them")
     return parts
+
+
+class SharedClient(httpx.Client):
+    """A client of several threads, which closes its connections after the last of their requests.
+
+    A thread that waits for an answer would read on from the number of a closed socket, which may be a file's by then.
+    """
+
+    _counting, _requests, _is_left = Lock(), 0, False
+
+    @contextmanager
+    def stream(self, *args: Any, **options: Any) -> Generator[httpx.Response]:
+        """Send a request, and yield its answer."""
+        with self._counting:
+            if self._is_left:
+                raise httpx.ReadError("the connection was given up")
+            self._requests += 1
+        try:
+            with super().stream(*args, **options) as response:
+                yield response
+        finally:
+            with self._counting:
+                self._requests -= 1
+            if self._is_left:
+                self.close()
+
+    def close(self) -> None:
+        """Send no further requests."""
+        with self._counting:
+            self._is_left = True
+            if self._requests:
+                return
+        super().close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
