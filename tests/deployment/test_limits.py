@@ -79,7 +79,7 @@ def test_an_order_differs_in_nothing_from_what_was_agreed(asked: tuple[Direct, O
     [
         ({"training": {"local_steps": 10**12}}, "`limits.steps`: the run's training.local_steps is 1000000000000"),
         ({"training": {"local_steps": 100, "gradient_accumulation_steps": 10**6}}, "limits.steps"),
-        ({"training": {"local_steps": None, "local_epochs": 10**9}}, "limits.steps"),
+        ({"training": {"local_steps": None, "local_epochs": 2, "gradient_accumulation_steps": 20000}}, "limits.steps"),
         ({"training": {"batch_size": 10**9}}, "`limits.batch`: the run's training.batch_size is 1000000000"),
         ({"evaluation": {"batch_size": 10**9}}, "limits.batch"),
         ({"model": {"max_length": 10**9}}, "limits.tokens"),

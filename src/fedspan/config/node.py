@@ -72,7 +72,7 @@ class NodeLimits(Section):
     round has several projectors. A change after one step of one example is that example's gradient."""
     min_batch: int = Field(default=8, ge=1)
     """Minimum number of examples of a training step (batch_size * gradient_accumulation_steps), and of a pass from
-    whose gradient a projector comes. Fewer examples that an epoch has left join the step before."""
+    whose gradient a projector comes. An epoch's short rest joins the step before; few examples may count twice."""
     steps: int = Field(default=20_000, ge=1)
     """Maximum number of forward and backward passes of an order: local_steps, or local_epochs over this node's batches
     (of the rounded number of examples), times gradient_accumulation_steps, and the epochs that the method adds."""

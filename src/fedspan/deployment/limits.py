@@ -216,8 +216,8 @@ def require_workload(
     steps, added = training.local_steps, sum(method.list_added_epochs())
     epochs = added if steps is not None else training.local_epochs + added
     if count_passes is None:
-        passes = epochs * math.ceil(_bound_count(examples) / training.batch_size)
-        passes += (steps or 0) * training.gradient_accumulation_steps
+        group = training.gradient_accumulation_steps  # passes of a step, which ends with its epoch
+        passes = group * (epochs * math.ceil(_bound_count(examples) / (training.batch_size * group)) + (steps or 0))
     else:
         passes = epochs * _bound_count(count_passes(1, None)) if epochs else 0
         passes += 0 if steps is None else count_passes(0, steps)

@@ -56,9 +56,9 @@ def _draw_epoch_steps(
     passes: int,
     min_batch: int,
 ) -> list[np.ndarray]:
-    """Draw the batches of one epoch, ``passes`` a step, so that each step has ``min_batch`` examples.
+    """Draw the batches of one epoch, ``passes`` a step, so that each step has ``min_batch`` examples, or all.
 
-    What full steps leave over is a step of its own, the last one, or joins the step before.
+    What full steps leave over is the last step, or joins the step before. Of few examples, some are in several passes.
     """
     rest = len(indices) % (batch_size * passes)
     if min_batch == 1 or not rest:
@@ -69,7 +69,7 @@ def _draw_epoch_steps(
     if batches and rest < max(min_batch, passes):
         left = np.concatenate([*batches[-passes:], left])
         del batches[-passes:]
-    left = np.resize(left, max(len(left), passes, min_batch))  # fewer examples than that: some count twice
+    left = np.resize(left, max(len(left), passes * min(len(left), max(1, min_batch // passes))))
     return [*batches, *np.array_split(left, passes)]
 
 

@@ -326,8 +326,8 @@ class NodeConnection:
         """Report that the node was stopped."""
         self._request("POST", "leave")
 
-    def _request(self, *args: Any, **options: Any) -> dict[str, Any]:
-        with self._stream(*args, **options) as response:
+    def _request(self, method: str, path: str, *args: Any, **options: Any) -> dict[str, Any]:
+        with self._stream(method, path, *args, **options) as response:
             facts = _parse_facts(read_short(response))
         if facts is None:
             raise httpx.RemoteProtocolError("not an answer of a fedspan server")

@@ -236,10 +236,10 @@ class _Node:
             while not stop.wait(_HEARTBEAT):
                 with suppress(httpx.HTTPError, RefusedError, ValueError):
                     try:
-                        self.connection.note_work(self._get_work())
+                        (connection := self.connection).note_work(self._get_work())
                     except RefusedError as error:
-                        if error.status == httpx.codes.UNAUTHORIZED:  # the server has been restarted
-                            self.connection.join()
+                        if error.status == httpx.codes.UNAUTHORIZED and not stop.is_set():  # the server was restarted
+                            connection.join()
 
         Thread(target=report, daemon=True).start()
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from threading import Lock
+from threading import RLock
 from typing import Any, NamedTuple
 
 import httpx
@@ -83,19 +83,19 @@ def unpack(data: bytes, count: int) -> list[bytes]:
 
 
 class SharedClient(httpx.Client):
-    """A client of several threads, which closes its connections after the last of their requests.
+    """A client of several threads, which closes its connections after the last request of their ``stream``.
 
     A thread that waits for an answer would read on from the number of a closed socket, which may be a file's by then.
     """
 
-    _counting, _requests, _is_left = Lock(), 0, False
+    _counting, _requests, _is_left = RLock(), 0, False
 
     @contextmanager
     def stream(self, *args: Any, **options: Any) -> Generator[httpx.Response]:
         """Send a request, and yield its answer."""
         with self._counting:
             if self._is_left:
-                raise httpx.ReadError("the connection was given up")
+                raise httpx.HTTPError("the connection was given up")
             self._requests += 1
         try:
             with super().stream(*args, **options) as response:
