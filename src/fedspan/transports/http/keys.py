@@ -388,7 +388,7 @@ def load_order_keys(path: Path) -> list[ec.EllipticCurvePublicKey]:
             else:
                 is_expired = True
     except (OSError, ValueError, TypeError) as error:
-        raise FedspanError("authority", str(path), f"{expected} ({type(error).__name__})") from error
+        raise FedspanError("authority", str(path), f"{expected} ({error})") from error
     if not keys and is_expired:
         problem = "the certificates in it have expired. Ask the server's operator for a new one (fedspan renew)"
         raise FedspanError("authority", str(path), problem=problem)
