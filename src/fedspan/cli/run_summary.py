@@ -25,7 +25,7 @@ from fedspan.tasks.registry import get_task
 
 _NO_SCORES = (
     "no scores were measured: there is no test set, and no client has enough validation or test examples (a node needs "
-    "limits.evaluation_examples of them)"
+    "limits.evaluation_examples of them; one with its own trainer limits.evaluation_epsilon: null, too)"
 )
 _MAX_FAILURES = 5
 _TARGET_COLUMNS: Mapping[TargetType, str] = {

@@ -26,7 +26,7 @@ class ConsoleFormatter(logging.Formatter):
 def log_to_console(name: str | None = None) -> None:
     """Send this process's log, or that of one package, to its terminal, unless it has a destination already."""
     logger = logging.getLogger(name)
-    if not logger.handlers:
+    if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(ConsoleFormatter())
         logger.addHandler(handler)

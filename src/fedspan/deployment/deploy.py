@@ -189,6 +189,7 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
     stop, heartbeat = stop or Event(), Heartbeat(Path(node.folder))
     downloads: BaseDownloads | None = None
     if trainer is not None:
+        from fedspan.deployment.console import log_to_console
         from fedspan.deployment.trainer_node import TrainerNode, adopt_node_trainer, follow
         from fedspan.training.trainers.processes import Processes, count_processes
 
@@ -197,6 +198,7 @@ def join(path: str | Path, *, trainer: Any = None, insecure: bool = False, stop:
         if processes is not None and not processes.is_leader:
             follow(node, adopted, processes)
             return
+        log_to_console("fedspan")  # a script may have configured no logging
         worker = TrainerNode(node, adopted, processes, stop)
     else:
         require_data(node)

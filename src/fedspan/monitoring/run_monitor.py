@@ -279,15 +279,11 @@ def _clean_stage(stage: object) -> dict[str, Any] | None:
 
 
 def _clean_baseline(baseline: object) -> dict[str, Any] | None:
-    match baseline:
-        case {"name": str() as name}:
-            values = cast("Mapping[str, Any]", baseline)
-            round, rounds = _to_int(values.get("round")), _to_int(values.get("rounds"))
-            if round is None or rounds is None:
-                return None
-            return {"name": clean_text(name, 40), "round": round, "rounds": rounds}
-        case _:
-            return None
+    values = cast("Mapping[str, Any]", baseline) if isinstance(baseline, Mapping) else {}
+    name, round, rounds = values.get("name"), _to_int(values.get("round")), _to_int(values.get("rounds"))
+    if not isinstance(name, str) or round is None or rounds is None:
+        return None
+    return {"name": clean_text(name, 40), "round": round, "rounds": rounds}
 
 
 def _collect_result(report: Mapping[str, Any], metric: str) -> dict[str, Any] | None:
