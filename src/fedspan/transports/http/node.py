@@ -234,9 +234,10 @@ class _Node:
 
         def report() -> None:
             while not stop.wait(_HEARTBEAT):
+                connection = self.connection
                 with suppress(httpx.HTTPError, RefusedError, ValueError):
                     try:
-                        (connection := self.connection).note_work(self._get_work())
+                        connection.note_work(self._get_work())
                     except RefusedError as error:
                         if error.status == httpx.codes.UNAUTHORIZED and not stop.is_set():  # the server was restarted
                             connection.join()
