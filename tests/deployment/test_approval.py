@@ -352,15 +352,11 @@ def test_the_summary_names_what_a_hostile_config_hides(tiny_folder: Path, tmp_pa
     config["data"] |= {"labels": ["a" * 500, "b"]}
     request = JobRequest("0" * 64, "run\x1b[2J", config, "now")
     summary = request.summarize(node(tiny_folder, tmp_path))
-    assert "batch_size 3" in summary["training"]
-    assert "local_steps 2" in summary["training"]
-    assert "gradient_accumulation_steps 5" in summary["training"]
-    assert 'modules_to_save ["pooler"]' in summary["trained in full"]
-    assert 'target_modules ["query"]' in summary["adapted layers"]
+    assert {"batch_size 3", "local_steps 2", "gradient_accumulation_steps 5"} <= {*summary["training"].split(", ")}
+    shown = {"trained in full": 'modules_to_save ["pooler"]', "adapted layers": 'target_modules ["query"]'}
+    shown |= {"secure aggregation": '"clip": 7.0', "federation": "clients_per_round 1", "evaluation": "every 4"}
+    assert all(part in summary[title] for title, part in shown.items()), summary
     assert summary["input"] == "max_length 16"
-    assert '"clip": 7.0' in summary["secure aggregation"]
-    assert "clients_per_round 1" in summary["federation"]
-    assert "every 4" in summary["evaluation"]
     assert summary["head"] == "head_init lda, head_rounds auto"
     assert summary["privacy"] == "none: updates are sent without noise"
     assert "(--settings shows all)" in summary["problem"]

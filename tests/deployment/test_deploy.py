@@ -142,6 +142,8 @@ def test_the_check_of_a_node_says_where_its_models_are(monkeypatch: pytest.Monke
     assert [line.partition(":")[0] for line in lines] == ["model ours", "model clinic/encoder"]
     assert lines[0].endswith(str(tmp_path))
     assert "not on this machine" in lines[1]
+    path = write_node(tmp_path, data={}, limits=limits)
+    assert "model clinic/encoder: the trainer has its own" in deploy.check_node(path, insecure=True)
 
 
 def test_a_resumed_run_offers_the_same_base(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

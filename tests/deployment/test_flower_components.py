@@ -13,7 +13,7 @@ import yaml
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
 from fedspan import __version__
-from fedspan.deployment import flower_client, flower_server
+from fedspan.deployment import flower_client, flower_server, submission
 from fedspan.deployment.flower_server import write_app
 from fedspan.deployment.handshake import Introduction
 from fedspan.errors import FedspanError
@@ -130,6 +130,7 @@ def gather(
 
     monkeypatch.setattr(flower_server, "invite", invite)
     monkeypatch.setattr(flower_server, "compute_base_digest", lambda model: "base")
+    monkeypatch.setattr(submission, "compute_extras_digest", lambda model: "")
     federation = SimpleNamespace(min_examples=0, require_tags={}, secure=None)
     config = SimpleNamespace(federation=federation, partition=SimpleNamespace(clients=2))
     prepared: Any = SimpleNamespace(model=None, config=config)

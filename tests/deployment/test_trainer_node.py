@@ -121,8 +121,8 @@ def test_a_node_without_the_new_modules_of_the_server_is_refused_by_their_names(
     link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
     server: Any = None
 
-    def meet(service: NodeService, model: dict[str, Any], run: str) -> dict[str, str]:
-        given = values(tiny_folder, model=model)
+    def meet(service: NodeService, model: dict[str, Any], run: str, labels: Any = tiny.LABELS) -> dict[str, str]:
+        given = {**values(tiny_folder, model=model), "data": {"labels": list(labels)}}
         handshakes = Handshakes(prepare_server(build_server_config(given)), Listener(), link)
         handshakes.process(7, introduced(service, given, run=run).to_envelope(), server)
         return handshakes.refused
@@ -135,6 +135,8 @@ def test_a_node_without_the_new_modules_of_the_server_is_refused_by_their_names(
         assert f"need `model.modules_to_save: [{names}]`" in reason
         saved = {**named, "modules_to_save": NEW_MODULES[kind]}
         assert not meet(worker.service, saved, "named")
+        (reason,) = meet(worker.service, saved, "more", [*tiny.LABELS, "other"]).values()
+        assert reason.endswith("or its head has another number of labels")
         prepared, _ = served(tiny_folder, worker.service, model=saved)
         assert prepared.federation.run_round(prepared.federation.begin()).loss > 0
 
@@ -142,11 +144,8 @@ def test_a_node_without_the_new_modules_of_the_server_is_refused_by_their_names(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (
-            {"base": "0" * 64},
-            "its base model, tokenizer, pooling or data.text_pair is another (SHA-256 000000000000, here ",
-        ),
-        ({"base": "0" * 64, "extras": "0" * 64}, "its model trains other modules in full than that of this run"),
+        ({"base": "0" * 64}, "its base model, tokenizer, pooling or data.text_pair is another (SHA-256 0000000000"),
+        ({"extras": "0" * 64}, "its model trains other modules in full than this run's"),
     ],
 )
 def test_a_server_names_what_differs(changes: dict[str, str], reason: str, tiny_folder: Path, tmp_path: Path) -> None:

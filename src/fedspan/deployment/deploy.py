@@ -86,7 +86,7 @@ def check_node(path: str | Path, *, insecure: bool = False) -> list[str]:
         make_private_folder(Path(node.folder), "folder")
     for name in [*node.models, *(name for name in node.limits.models or () if not set(name) & set("*?["))]:
         if not name.startswith("builtin:"):
-            lines.append(f"model {name}: {describe_base(node, name)}")
+            lines.append(f"model {name}: {describe_base(node, name) if node.data else 'the trainer has its own'}")
     lines.append(f"server: {check_server(link)}")
     return lines
 

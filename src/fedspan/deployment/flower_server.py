@@ -214,9 +214,8 @@ def _gather(
     for node, reply in invite(grid, invitation, wait, undecided):
         for id in [id for id, known in nodes.items() if known == node]:
             del nodes[id], examples[id]  # it has come back, and what it declares now is what counts
-        introduction, reason = read_introduction(
-            reply, base, partial(explain_base, prepared, base), None, (), config.federation
-        )
+        explain = partial(explain_base, prepared, base)
+        introduction, reason = read_introduction(reply, explain, None, (), config.federation)
         id = f"node {node}" if introduction is None else introduction.id
         if introduction is not None and reason is None:
             if begun and id not in begun:

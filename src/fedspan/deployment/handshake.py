@@ -235,5 +235,6 @@ def compute_base_digest(model: RunModel) -> str:
 
 
 def compute_extras_digest(model: RunModel) -> str:
-    """Return the SHA-256 of the paths of a model's extras, which ``compute_base_digest`` excludes."""
-    return hashlib.sha256(json.dumps(sorted(model.adapted.extras)).encode()).hexdigest()
+    """Return the SHA-256 of the paths and shapes of a model's extras, which ``compute_base_digest`` excludes."""
+    shapes = sorted((path, list(value.shape)) for path, value in model.adapted.extras.items())
+    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()

@@ -238,7 +238,7 @@ class Handshakes:
         owned = (admissions | read_revocations(self._link)).values() if has_keys else ()
         names = {admission.name for admission in owned}
         introduction, reason = read_introduction(
-            *(reply, self._base, partial(explain_base, self._prepared, self._base), admitted, names, self._federation)
+            reply, partial(explain_base, self._prepared, self._base), admitted, names, self._federation
         )
         is_taken = False
         if introduction is not None and reason is None:
@@ -291,18 +291,20 @@ class Handshakes:
         return f"another node has this id, and is online (node {owner})"
 
 
-def explain_base(prepared: ServerRun, base: str, introduction: Introduction) -> str:
-    """Return why a node's base is not this run's: it trains other modules in full, or its weights are others.
+def explain_base(prepared: ServerRun, base: str, introduction: Introduction) -> str | None:
+    """Return why a node's base is not this run's: other modules train in full, or weights differ; None: it is.
 
     Args:
         base: Digest of the frozen model and its tokenizer.
     """
     if introduction.extras == compute_extras_digest(prepared.model):
+        if introduction.base == base:
+            return None
         digests = f"SHA-256 {introduction.base[:12]}, here {base[:12]}"
         return f"its base model, tokenizer, pooling or data.text_pair is another ({digests})"
     unnamed = list_unnamed_modules(prepared.config, prepared.model)
     if not unnamed:
-        return "its model trains other modules in full than that of this run"
+        return "its model trains other modules in full than this run's, or its head has another number of labels"
     return (
         f"its model does not train {', '.join(unnamed)} in full, which have new weights in this run: nodes with "
         f"trainers need `model.modules_to_save: [{', '.join(unnamed)}]` in the run's config"
@@ -344,8 +346,7 @@ def gather_nodes(
 
 def read_introduction(
     reply: Envelope | str,
-    base: str,
-    explain_base: Callable[[Introduction], str],
+    explain_base: Callable[[Introduction], str | None],
     admitted: Admission | None,
     names: Collection[str],
     federation: FederationConfig,
@@ -355,8 +356,7 @@ def read_introduction(
     A reply under an id that is not the node's own is not returned, so that nothing of it counts for that id.
 
     Args:
-        base: Digest of the frozen model and its tokenizer.
-        explain_base: Returns why the node's digest is another.
+        explain_base: Returns why the node's base model is another; None: it is the same.
         admitted: What the operator decided about the node; None without keys.
         names: All names under which nodes were ever admitted.
     """
@@ -376,8 +376,8 @@ def read_introduction(
         return introduction, introduction.refused
     if (version := explain_version(introduction.version)) is not None:
         return introduction, version
-    if introduction.base != base:
-        return introduction, explain_base(introduction)
+    if (reason := explain_base(introduction)) is not None:
+        return introduction, reason
     if introduction.examples < 1:  # a round in which it alone replies would have no weight, and stop the run
         return introduction, "it declares no training examples"
     if introduction.examples < federation.min_examples:
