@@ -120,9 +120,10 @@ def read_pairs(settings: Mapping[str, Any], out: Path, data: Path, models: Path)
     for cell, value in settings["cells"].items():
         for method, own in (settings["methods"] | settings["bounds"]).items():
             changes = {key: part for key, part in own.items() if key != "rate"}
-            config = merge(
-                *(settings["common"], value["config"], value.get("set", {}), {"method": {"name": method}}, changes)
-            )
+            shared = merge(settings["common"], value["config"], value.get("set", {}))
+            config = merge(shared, {"method": {"name": method}}, changes)
+            if config["partition"]["clients"] == 1:
+                config["training"]["local_steps"] *= shared["partition"]["clients"]
             text = json.dumps(config).replace("{data}", str(data)).replace("{models}", str(models))
             rate = value["rate"] * own.get("rate", 1.0)
             pairs.append(Pair(cell, method, json.loads(text), rate, out / "runs" / cell / method))
