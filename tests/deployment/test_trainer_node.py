@@ -144,7 +144,10 @@ def test_a_node_without_the_new_modules_of_the_server_is_refused_by_their_names(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"base": "0" * 64}, "its base model, tokenizer, pooling or data.text_pair is another (SHA-256 0000000000"),
+        (
+            {"base": "0" * 64},
+            "its base model has other weights and other tokenizer and other pooling or data.text_pair",
+        ),
         ({"extras": "0" * 64}, "its model trains other modules in full than this run's"),
     ],
 )

@@ -77,7 +77,7 @@ class Introduction(HeaderPart):
     """A node's reply to an invitation.
 
     Args:
-        base: Digest of the node's frozen model and its tokenizer.
+        base: Digest of the node's frozen model, tokenizer and pooling.
         extras: Digest of the paths of what trains in full.
         refused: Reason for not participating; None: the node participates.
         waiting: Whether the node's operator has to approve the run first, or the node receives the base model, so that
@@ -219,19 +219,17 @@ def build_node_values(config: Mapping[str, Any], node: Mapping[str, Any]) -> dic
     }
 
 
-def compute_base_digest(model: RunModel) -> str:
-    """Return the SHA-256 of the parts that must be equal on all machines: frozen weights, vocabulary, pooling.
+BASE_PARTS = {"weights": slice(32), "tokenizer": slice(32, 48), "pooling or data.text_pair": slice(48, 64)}
+"""The parts of a base digest: what each is the beginning of a SHA-256 of."""
 
-    Args:
-        model: The run's model; its extras are excluded, because they are transmitted.
-    """
-    adapted = model.adapted
+
+def compute_base_digest(model: RunModel) -> str:
+    """Return the digest of what must be equal on all machines (``BASE_PARTS``). Extras are transmitted instead."""
     vocabulary: dict[str, int] = getattr(model.processor, "get_vocab", dict)()  # image processors have none
-    digest = adapted.hash_frozen()
-    digest.update(json.dumps(sorted(vocabulary.items())).encode())
-    if model.pooling is not None:
-        digest.update(repr(model.pooling).encode())
-    return digest.hexdigest()
+    others = (json.dumps(sorted(vocabulary.items())), repr(model.pooling))
+    return model.adapted.hash_frozen().hexdigest()[:32] + "".join(
+        hashlib.sha256(text.encode()).hexdigest()[:16] for text in others
+    )
 
 
 def compute_extras_digest(model: RunModel) -> str:

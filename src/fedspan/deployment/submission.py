@@ -11,6 +11,7 @@ from fedspan.assembly.run import Prepared
 from fedspan.assembly.server import ServerRun, build_server_clients, connect
 from fedspan.deployment.audit import AuditedTransport
 from fedspan.deployment.handshake import (
+    BASE_PARTS,
     Introduction,
     Invitation,
     compute_base_digest,
@@ -295,13 +296,11 @@ def explain_base(prepared: ServerRun, base: str, introduction: Introduction) -> 
     """Return why a node's base is not this run's: other modules train in full, or weights differ; None: it is.
 
     Args:
-        base: Digest of the frozen model and its tokenizer.
+        base: The run's digest (``compute_base_digest``).
     """
     if introduction.extras == compute_extras_digest(prepared.model):
-        if introduction.base == base:
-            return None
-        digests = f"SHA-256 {introduction.base[:12]}, here {base[:12]}"
-        return f"its base model, tokenizer, pooling or data.text_pair is another ({digests})"
+        others = [name for name, part in BASE_PARTS.items() if introduction.base[part] != base[part]]
+        return f"its base model has other {' and other '.join(others)}" if others else None
     unnamed = list_unnamed_modules(prepared.config, prepared.model)
     if not unnamed:
         return "its model trains other modules in full than this run's, or its head has another number of labels"
