@@ -355,11 +355,11 @@ def test_the_summary_names_what_a_hostile_config_hides(tiny_folder: Path, tmp_pa
     assert {"batch_size 3", "local_steps 2", "gradient_accumulation_steps 5"} <= {*summary["training"].split(", ")}
     shown = {"trained in full": 'modules_to_save ["pooler"]', "adapted layers": 'target_modules ["query"]'}
     shown |= {"secure aggregation": '"clip": 7.0', "federation": "clients_per_round 1", "evaluation": "every 4"}
+    shown |= {"problem": "(--settings shows all)", "head": "head_init lda, head_rounds auto", "input": "max_length 16"}
     assert all(part in summary[title] for title, part in shown.items()), summary
-    assert summary["input"] == "max_length 16"
-    assert summary["head"] == "head_init lda, head_rounds auto"
+    of_trainer = request.summarize(node(tiny_folder, tmp_path, data={}))
+    assert not {"batch_size", "max_length"} & {*(of_trainer["training"] + of_trainer["input"]).split()}
     assert summary["privacy"] == "none: updates are sent without noise"
-    assert "(--settings shows all)" in summary["problem"]
     assert "\x1b" not in "".join(summary.values())
 
 

@@ -73,6 +73,7 @@ SILENT = frozenset(
 """Fields that do not change what leaves a node: they are about machines or the server, or the node's file has them."""
 
 _NOTHING: Mapping[str, str] = {
+    "input": "as the node's own trainer reads it",
     "adapted layers": "PEFT's default for the model",
     "privacy": "none: updates are sent without noise",
     "secure aggregation": "none: the server sees this node's updates",
@@ -124,6 +125,9 @@ class JobRequest:
         config = values.model_dump(mode="json")  # with the defaults of what the server left out
         if values.training.local_steps is not None:
             del config["training"]["local_epochs"]  # steps replace epochs
+        if not node.data:  # a trainer has batches and inputs of its own
+            config["model"]["max_length"] = None
+            config["training"] |= dict.fromkeys(("batch_size", "gradient_accumulation_steps", "group_by_length"))
         offer = f"{self.base_bytes / 2**20:.1f} MiB, SHA-256 of its files {self.base_sha256}"
         facts = {
             "run": self.run,
