@@ -1,4 +1,4 @@
-"""Check what the measured results of ``docs/claims`` and ``docs/results`` are of: ``python docs/check_results.py``.
+"""Check what the measured results of the benchmark, ``claims`` and ``results`` are of: ``python docs/check_results.py``.
 
 The paragraph of a command ``python -m evidence...``, or the table below it, names the commit that was measured, or the
 paragraph says *outdated*. A result is current while the modules of its methods and engine that the command imports have
@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("claims", "results")
+PAGES = ("claims/*.md", "results/*.md", "benchmark.md")
 ENGINE = ("core", "methods", "wrappers", "training", "models", "federation/aggregation", "transports/http")
 """Folders of fedspan that determine a run's numbers."""
 NEUTRAL = ("fedspan.experiments", "fedspan.experiments.intervals", "fedspan.errors")
@@ -110,7 +110,7 @@ def list_changes(module: str, commit: str) -> list[str] | None:
 def main() -> int:
     """Print the results that are not current; return 1 if one has no commit."""
     failed = 0
-    for path in sorted(path for folder in FOLDERS for path in (ROOT / "docs" / folder).glob("*.md")):
+    for path in sorted(path for pages in PAGES for path in (ROOT / "docs").glob(pages)):
         for module, commit in list_results(path.read_text(encoding="utf-8")):
             name = f"{path.relative_to(ROOT)}: {module}"
             if commit is None:

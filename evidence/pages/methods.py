@@ -342,7 +342,7 @@ def main() -> None:
         sections = build_page(read_results(pairs), list(settings["methods"]), args.page.with_suffix(".svg"))
         args.page.write_text(f"# Methods compared\n\n{describe_origin()}\n\n{sections}", encoding="utf-8")
         return
-    if args.data is None:
+    if args.data is None and any("{data}" in json.dumps(settings["cells"][pair.cell]) for pair in pairs):
         parser.error("--data: the folder of the data sets")
     number, count = map(int, args.shard.split("/"))
     mine = pairs[number - 1 :: count]

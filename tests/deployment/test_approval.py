@@ -358,7 +358,7 @@ def test_the_summary_names_what_a_hostile_config_hides(tiny_folder: Path, tmp_pa
     shown |= {"problem": "(--settings shows all)", "head": "head_init lda, head_rounds auto", "input": "max_length 16"}
     assert all(part in summary[title] for title, part in shown.items()), summary
     of_trainer = request.summarize(node(tiny_folder, tmp_path, data={}))
-    assert not {"batch_size", "max_length"} & {*(of_trainer["training"] + of_trainer["input"]).split()}
+    assert not {"batch_size", "max_length"} & {*" ".join(of_trainer.values()).split()}
     assert summary["privacy"] == "none: updates are sent without noise"
     assert "\x1b" not in "".join(summary.values())
 
@@ -425,8 +425,7 @@ def test_an_invitation_costs_a_node_seconds_at_most(changes: dict[str, Any], tin
     started = time.process_time()
     refused = introduced(service, config).refused
     assert time.process_time() - started < SECONDS
-    assert refused is not None
-    assert len(refused) <= 4096
+    assert 0 < len(refused or "") <= 4096
 
 
 FREE = {"approve": "auto", "min_batch": 1, "train_examples": 1}

@@ -34,7 +34,7 @@ WAITING = "`limits.approve`: the node's operator has to approve job 3f9c first"
 def same_base(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every node has the base of the run; no model is loaded."""
     monkeypatch.setattr(submission, "compute_base_digest", lambda model: "b")
-    monkeypatch.setattr(submission, "compute_extras_digest", lambda model: "")
+    monkeypatch.setattr(submission, "explain_base", lambda *_: None)
 
 
 @pytest.fixture

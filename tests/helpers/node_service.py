@@ -10,6 +10,7 @@ from fedspan.assembly.server import build_server_clients, connect, prepare_serve
 from fedspan.config.node import NodeConfig
 from fedspan.deployment.handshake import Introduction, Invitation, build_server_config, compute_base_digest
 from fedspan.deployment.node import NodeService
+from fedspan.deployment.submission import explain_base
 from fedspan.federation.protocol import Envelope, Reply, decode_reply, read_header
 
 from . import tiny
@@ -75,7 +76,7 @@ def serve(given: dict[str, Any], service: NodeService) -> tuple[Prepared, Direct
     prepared = prepare_server(build_server_config(given))
     introduction = introduced(service, given)
     assert introduction.refused is None
-    assert introduction.base == compute_base_digest(prepared.model)
+    assert explain_base(prepared, compute_base_digest(prepared.model), introduction) is None
     transport = Direct(service)
     clients = build_server_clients(prepared.config, prepared.engine.adapted.spec, {CLIENT: introduction.examples})
     return connect(prepared, transport, clients=clients, run="run"), transport

@@ -126,14 +126,14 @@ class JobRequest:
         if values.training.local_steps is not None:
             del config["training"]["local_epochs"]  # steps replace epochs
         if not node.data:  # a trainer has batches and inputs of its own
-            config["model"]["max_length"] = None
+            config["model"]["max_length"] = config["evaluation"]["batch_size"] = None
             config["training"] |= dict.fromkeys(("batch_size", "gradient_accumulation_steps", "group_by_length"))
         offer = f"{self.base_bytes / 2**20:.1f} MiB, SHA-256 of its files {self.base_sha256}"
         facts = {
             "run": self.run,
             "requested": self.requested_at,
             "columns": describe_columns(node, self.config),
-            "offered model": offer if self.base_sha256 else "none: this node loads its own copy",
+            "offered model": offer if self.base_sha256 else "none: this node has its own copy",
             **{title: _format_fields(config, fields) or _NOTHING.get(title, "none") for title, fields in SHOWN.items()},
             "decision": self.decision or "waits for fedspan approve",
         }

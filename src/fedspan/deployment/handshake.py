@@ -78,7 +78,7 @@ class Introduction(HeaderPart):
 
     Args:
         base: Digest of the node's frozen model, tokenizer and pooling.
-        extras: Digest of the paths of what trains in full.
+        extras: Digest of what trains in full.
         refused: Reason for not participating; None: the node participates.
         waiting: Whether the node's operator has to approve the run first, or the node receives the base model, so that
             it may be invited again.
@@ -219,7 +219,7 @@ def build_node_values(config: Mapping[str, Any], node: Mapping[str, Any]) -> dic
     }
 
 
-BASE_PARTS = {"weights": slice(32), "tokenizer": slice(32, 48), "pooling or data.text_pair": slice(48, 64)}
+BASE_PARTS = {"weights or dtype": slice(32), "tokenizer": slice(32, 48), "pooling or text_pair": slice(48, 64)}
 """The parts of a base digest: what each is the beginning of a SHA-256 of."""
 
 
@@ -233,6 +233,7 @@ def compute_base_digest(model: RunModel) -> str:
 
 
 def compute_extras_digest(model: RunModel) -> str:
-    """Return the SHA-256 of the paths and shapes of a model's extras, which ``compute_base_digest`` excludes."""
+    """Return the digest of a model's extras: 32 digits of the SHA-256 of their paths, and 32 with their shapes."""
     shapes = sorted((path, list(value.shape)) for path, value in model.adapted.extras.items())
-    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+    parts = (json.dumps([path for path, _ in shapes]), json.dumps(shapes))
+    return "".join(hashlib.sha256(text.encode()).hexdigest()[:32] for text in parts)

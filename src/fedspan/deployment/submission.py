@@ -293,17 +293,15 @@ class Handshakes:
 
 
 def explain_base(prepared: ServerRun, base: str, introduction: Introduction) -> str | None:
-    """Return why a node's base is not this run's: other modules train in full, or weights differ; None: it is.
-
-    Args:
-        base: The run's digest (``compute_base_digest``).
-    """
-    if introduction.extras == compute_extras_digest(prepared.model):
-        others = [name for name, part in BASE_PARTS.items() if introduction.base[part] != base[part]]
-        return f"its base model has other {' and other '.join(others)}" if others else None
+    """Return why a node's base model is not this run's, whose digest is ``base``; None: it is."""
+    extras = compute_extras_digest(prepared.model)
+    if introduction.extras[:32] == extras[:32]:  # the same modules
+        if others := [name for name, part in BASE_PARTS.items() if introduction.base[part] != base[part]]:
+            return f"its base model differs in: {', '.join(others)}"
+        return None if introduction.extras == extras else "its head is for another number of labels"
     unnamed = list_unnamed_modules(prepared.config, prepared.model)
     if not unnamed:
-        return "its model trains other modules in full than this run's, or its head has another number of labels"
+        return "its model trains other modules in full than this run's"
     return (
         f"its model does not train {', '.join(unnamed)} in full, which have new weights in this run: nodes with "
         f"trainers need `model.modules_to_save: [{', '.join(unnamed)}]` in the run's config"
