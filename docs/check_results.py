@@ -1,4 +1,4 @@
-"""Check what the measured results of the benchmark, ``claims`` and ``results`` are of: ``python docs/check_results.py``.
+"""Check what the measured results of benchmark, claims and results are of: ``python docs/check_results.py``.
 
 The paragraph of a command ``python -m evidence...``, or the table below it, names the commit that was measured, or the
 paragraph says *outdated*. A result is current while the modules of its methods and engine that the command imports have
