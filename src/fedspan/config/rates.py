@@ -21,14 +21,14 @@ class TrainingDefaults:
 
     lr: float
     """Learning rate of what the method trains."""
-    batch_size: int
-    local_epochs: int
-    """Passes over a client's examples in a round."""
-    rounds: int
-    final_rounds: int
-    """Rounds after the best one on all of a client's examples."""
     logit_adjustment: float
     """Strength of the adjustment of logits to a client's own classes."""
+    batch_size: int = 16
+    local_epochs: int = 1
+    """Passes over a client's examples in a round."""
+    rounds: int = 12
+    final_rounds: int = 2
+    """Rounds after the best one on all of a client's examples."""
 
 
 FAST = 3.0
@@ -47,9 +47,5 @@ def get_training_defaults(task: str, method: str) -> TrainingDefaults:
     definition = get_task(task)
     return TrainingDefaults(
         lr=definition.lr * FACTORS.get(method, 1.0),
-        batch_size=16,
-        local_epochs=1,
-        rounds=12,
-        final_rounds=2,
         logit_adjustment=1.0 if "logit_adjustment" in definition.loss_options else 0.0,
     )

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from fedspan import __version__
 from fedspan.assembly.server import ServerRun, prepare_server
-from fedspan.config import RunConfig, override, read_values
+from fedspan.config import RunConfig
 from fedspan.config.node import NodeConfig, load_node, require_data
+from fedspan.config.reading import to_plain_values
 from fedspan.config.validation_errors import convert_validation_errors
 from fedspan.data.config import DataConfig
 from fedspan.data.dataset_defaults import fill_data_defaults
@@ -258,8 +259,7 @@ def submit(
     if not resume:
         if config is None:
             raise FedspanError("config", None, "a config for a new run")
-        values = config if isinstance(config, Mapping) else read_values(config)
-        parsed = build_server_config(override(values, overrides))
+        parsed = build_server_config(to_plain_values(config, overrides))
 
     progress_file = ProgressFile(RunFolder(folder).progress)
     events = Listeners(listener or Listener(), progress_file)

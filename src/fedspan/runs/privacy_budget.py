@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from fedspan.config import RunConfig
 from fedspan.core.noise import KEY_BYTES
 from fedspan.errors import FedspanError
-from fedspan.files import convert_disk_errors, from_json, fsync_folder, read_bytes, to_json, write_all, write_atomic
+from fedspan.files import convert_disk_errors, from_json, read_bytes, to_json, write_atomic
 from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, require_opacus
 
 _KEY = "noise.key"
@@ -29,16 +28,9 @@ def generate_key(config: RunConfig) -> bytes | None:
 
 def store_noise_key(folder: Path, key: bytes | None) -> None:
     """Write a key into a folder, readable by its owner only; without a key, do nothing."""
-    if key is None:
-        return
-    with convert_disk_errors(folder):
-        descriptor = os.open(folder / _KEY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            write_all(descriptor, key)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        fsync_folder(folder)
+    if key is not None:
+        with convert_disk_errors(folder):
+            write_atomic(folder / _KEY, key, 0o600)
 
 
 def has_key(folder: Path) -> bool:

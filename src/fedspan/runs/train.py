@@ -12,7 +12,8 @@ from rich.console import Console
 
 from fedspan.assembly.cluster import connect_workers
 from fedspan.assembly.run import Prepared, collect_objects, prepare
-from fedspan.config import RunConfig, override, parse_config, read_values
+from fedspan.config import RunConfig, override, parse_config
+from fedspan.config.reading import ConfigLike, to_plain_values
 from fedspan.data.files import FROM_TRAINERS, IN_MEMORY
 from fedspan.data.objects import CLIENT
 from fedspan.errors import FedspanError
@@ -202,13 +203,9 @@ def _require_shared_task(config: RunConfig) -> None:
         raise FedspanError("cluster", config.task, expected, problem=problem)
 
 
-def _to_values(
-    config: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]
-) -> RunConfig | dict[str, Any]:
+def _to_values(config: ConfigLike, overrides: Sequence[str]) -> RunConfig | dict[str, Any]:
     """Return a config as plain values with the overrides; a ``RunConfig`` without any as it is."""
-    if isinstance(config, RunConfig):
-        return override(config.model_dump(mode="json"), overrides) if overrides else config
-    return override(config if isinstance(config, Mapping) else read_values(config), overrides)
+    return config if isinstance(config, RunConfig) and not overrides else to_plain_values(config, overrides)
 
 
 def _set_objects(
