@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
@@ -11,23 +10,9 @@ from fedspan.errors import FedspanError, suggest_nearest
 PREFIX = "builtin:"
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """A built-in corpus: its folder under ``fedspan/data/corpus``, with one csv per split, and its description."""
-
-    folder: str
-    summary: str
-    splits: tuple[str, ...] = ("train", "test")
-
-
-CORPORA = {
-    "review-sentences": Corpus(
-        "review_sentences", "sentences from reviews of phones, films and restaurants, positive or negative"
-    ),
-    "patient-messages": Corpus(
-        "patient_messages", "short messages of patients to a clinic, labeled by what they ask for"
-    ),
-}
+CORPORA = {"review-sentences": "review_sentences", "patient-messages": "patient_messages"}
+"""The built-in corpora: their folders under ``fedspan/data/corpus``, with a csv file for each split."""
+_SPLITS = ("train", "test")
 
 
 def find_corpus_file(user_path: str, split: str, field: str) -> Traversable:
@@ -45,8 +30,7 @@ def find_corpus_file(user_path: str, split: str, field: str) -> Traversable:
             user_path,
             problem=f"no built-in corpus is named {user_path!r}. {suggest_nearest(user_path, available)}",
         )
-    corpus = CORPORA[name]
-    if split not in corpus.splits:
-        problem = f"{user_path} has no split {split!r}. {suggest_nearest(split, corpus.splits)}"
+    if split not in _SPLITS:
+        problem = f"{user_path} has no split {split!r}. {suggest_nearest(split, _SPLITS)}"
         raise FedspanError(f"{field}_split", split, problem=problem)
-    return files("fedspan.data").joinpath("corpus", corpus.folder, f"{split}.csv")
+    return files("fedspan.data").joinpath("corpus", CORPORA[name], f"{split}.csv")

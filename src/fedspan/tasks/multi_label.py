@@ -288,12 +288,6 @@ def _has_label_lists(sample: datasets.Dataset, name: str) -> bool:
     return 2 <= labels <= min(_MAX_LABELS, len(values) / 3) and labels < combinations
 
 
-def _postprocess(
-    task: MultiLabelClassification, inputs: Sequence[Any], predictions: Tensor
-) -> list[list[tuple[str, float]]]:
-    return task.postprocess(predictions)
-
-
 def _make_examples(ids: Ragged, classes: np.ndarray) -> LabeledTexts:
     text = EncodedText({"input_ids": ids}, np.arange(len(ids)), ids.lengths)
     return LabeledTexts(text, Ragged(classes[:, None].tolist()))
@@ -323,6 +317,6 @@ MULTI_LABEL_CLASSIFICATION = TaskDefinition(
     summary_metrics=("macro_f1",),
     pipeline_tag="text-classification",
     infer_columns=_infer_columns,
-    postprocess=_postprocess,
+    postprocess=lambda task, inputs, predictions: task.postprocess(predictions),
     make_examples=_make_examples,
 )

@@ -66,7 +66,6 @@ class EncodedSentences(TextExamples):
     """Numbers of these words in their sentence."""
     labels: Ragged
     """Label indices of all words of each sentence, also of those that were cut."""
-    tokens: Sequence[Sequence[str]]
 
 
 class TokenClassification(TokenTask):
@@ -96,19 +95,14 @@ class TokenClassification(TokenTask):
             raise FedspanError("model.name", type(self.tokenizer).__name__, expected)
         firsts: list[list[int]] = []
         words: list[list[int]] = []
-        tokens: list[list[str]] = []
-        encodings = join_encodings(
-            self._tokenize(rows["tokens"], firsts, words, tokens) for rows in split_rows(dataset)
-        )
+        encodings = join_encodings(self._tokenize(rows["tokens"], firsts, words) for rows in split_rows(dataset))
         lengths = encodings["input_ids"].lengths
         labels = Ragged(cast("list[list[int]]", dataset["labels"][:]))
         text = EncodedText(encodings, np.arange(len(lengths)), lengths)
-        return EncodedSentences(text, Ragged(firsts), Ragged(words), labels, tokens)
+        return EncodedSentences(text, Ragged(firsts), Ragged(words), labels)
 
-    def _tokenize(
-        self, sentences: list[list[str]], firsts: list[list[int]], words: list[list[int]], tokens: list[list[str]]
-    ) -> Any:
-        """Tokenize sentences, and append the positions of words' first pieces, the words' numbers, and the words."""
+    def _tokenize(self, sentences: list[list[str]], firsts: list[list[int]], words: list[list[int]]) -> Any:
+        """Tokenize sentences, and append the positions of words' first pieces, and the words' numbers."""
         encoded = self.tokenizer(sentences, is_split_into_words=True, truncation=True, max_length=self.max_length)
         for row in range(len(sentences)):
             numbers = encoded.word_ids(row)
@@ -119,7 +113,6 @@ class TokenClassification(TokenTask):
             ]
             firsts.append([position for position, _ in first_pieces])
             words.append([number for _, number in first_pieces])
-        tokens += sentences
         return encoded
 
     def collate(self, examples: EncodedSentences, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
@@ -364,7 +357,7 @@ def _make_examples(ids: Ragged, classes: np.ndarray) -> EncodedSentences:
     positions = Ragged([range(length) for length in ids.lengths])
     labels = Ragged([[int(label)] * int(length) for label, length in zip(classes, ids.lengths, strict=True)])
     text = EncodedText({"input_ids": ids}, np.arange(len(ids)), ids.lengths)
-    return EncodedSentences(text, positions, positions, labels, [()] * len(ids))
+    return EncodedSentences(text, positions, positions, labels)
 
 
 TOKEN_CLASSIFICATION = TaskDefinition(

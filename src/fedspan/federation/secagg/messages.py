@@ -263,11 +263,6 @@ def refuse_phase(order: Phase, reason: str) -> PhaseReply:
     return _ANSWERS[order.task](id=order.to, session=order.session, failed=reason[:4096])
 
 
-def count_envelope_bytes(envelope: Envelope) -> int:
-    """Return the bytes that the ledger counts; here they include the header."""
-    return len(envelope.header.encode()) + len(envelope.body)
-
-
 def build_session_context(run: str, session: int) -> str:
     """Return the text that binds keys to a session of a run."""
     return f"{run}/{session}"

@@ -36,7 +36,6 @@ from fedspan.federation.secagg.messages import (
     UnmaskReply,
     build_confirmation,
     build_session_context,
-    count_envelope_bytes,
 )
 from fedspan.federation.transport import Orders, Transport
 
@@ -329,7 +328,7 @@ class SecureSession:
 
         def create_order(id: str) -> Envelope:
             envelope = orders[id].to_envelope()
-            self.transfers.append(Transfer(id, "down", count_envelope_bytes(envelope), 0))
+            self.transfers.append(Transfer(id, "down", envelope.size, 0))
             return envelope
 
         def take_reply(id: str, reply: Envelope | str) -> bool:
@@ -338,7 +337,7 @@ class SecureSession:
             except ValueError as error:
                 self.fail(id, f"{orders[id].task}: {error}")
             if isinstance(reply, Envelope):
-                self.transfers.append(Transfer(id, "up", count_envelope_bytes(reply), 0))
+                self.transfers.append(Transfer(id, "up", reply.size, 0))
             return awaited.is_over(id, lambda: replies, self.quorum)
 
         task = next(iter(orders.values())).task if orders else ""
