@@ -432,8 +432,8 @@ def test_the_commands_print_what_the_page_says(script: ModuleType, tmp_path: Pat
     *found, predicted = script.run_blocks(tmp_path)
     *expected, _ = printed()
     (run,) = (block for block in found if "run folder" in block)
-    assert re.findall(r"^ +(\d+)/6 ", run, re.MULTILINE) == ["1", "2", "3", "4", "5", "6"]
-    is_last_best = re.search(r"^round +6,", run, re.MULTILINE) is not None
+    assert re.findall(r"^ *(\d+)/12 ", run, re.MULTILINE) == [str(number) for number in range(1, 13)]
+    is_last_best = re.search(r"^round +12,", run, re.MULTILINE) is not None
     assert ("Validation still improves: extend with" in run) == is_last_best
     assert [shape(block, script.CLINICS) for block in found] == [shape(block, script.CLINICS) for block in expected]
     assert re.fullmatch(r"(0\.\d\d  \w+\n?){3}", predicted)

@@ -142,8 +142,8 @@ def test_bytes_are_the_ledger_s(
     assert plan.first_down * plan.clients == totals.count_round("down", 1).payload
 
 
-OTHER_STARTS = {"florg", "fr-lora", "pfedlora"}
-"""Methods whose orders to train the head hold more, because they do not start from the pretrained model."""
+OTHER_STARTS = {"federa", "fedsa-lora", "florg", "fr-lora", "pfedlora"}
+"""Methods whose orders to train the head hold more: another start, a base that moves, or a model for each client."""
 
 
 @pytest.mark.parametrize("key", methods_by_family(quick=("fedit", "fedask")))
