@@ -44,7 +44,7 @@ REGRESSION = "logistic regression on frozen features"
 NAMES = ("Fashion-MNIST", "PACS", "SST-2", "reviews, domain", "Banking77")
 STARTS = {
     "fedspan": (),
-    "fedspan, without statistics": ("model.head_init=random", "model.head_rounds=4"),
+    "fedspan, without statistics": ("model.head_init=random", "model.head_rounds=4", "federation.rounds=16"),
 }
 """Rows of fedspan, as changes of init's config."""
 CELLS = Path("docs/results/outside-reference.json")

@@ -455,12 +455,16 @@ def test_untrained_layers_that_do_not_train_are_found() -> None:
 def test_features_are_the_input_of_the_layer_for_the_token_that_was_selected(tokens: bool) -> None:
     model, layer = Classifier(tokens=tokens), OutputLayer("out", 3, 7, True)
     tap, x = FeatureTap(model, layer), torch.randn(4, 2, 5) if tokens else torch.randn(4, 5)
-    with tap.record(), torch.no_grad():
-        logits = model(x)
-        features = tap.take(logits)
-    assert features.shape == (4, 7)
-    assert torch.allclose(model.out(features), logits, atol=1e-6)
-    model(x)
+    with torch.no_grad():
+        expected = model(x)
+        with tap.record():
+            features = tap.take(logits := model(x))
+        assert features.shape == (4, 7)
+        assert torch.allclose(model.out(features), expected, atol=1e-6)
+        model.out.weight.zero_()  # the same outputs for every token
+        with tap.record():
+            assert torch.equal(tap.take(model(x)), features)
+        model(x)
     with pytest.raises(NoOutputLayer, match="out is not called"):
         tap.take(logits)
 

@@ -4,7 +4,7 @@ Kumar et al., "Fine-Tuning can Distort Pretrained Features and Underperform Out-
 arXiv:2202.10054 (LP-FT: the head is trained on fixed features first, then everything).
 
     round 0, ..., n - 1:  client i trains the head on the features f of the model that the method starts from;
-                          head <- sum_i p_i head_i
+                          head <- sum_i p_i head_i, with head = 0 before round 0
     round n, ...:         the method's rounds 0, 1, ..., from that head
 
 The head W f + b is trained by SGD at the rate 3 C^(1/2) / |f|^2 for W, with C classes, and at 3 C^(1/2) / 400 for b:
@@ -12,7 +12,8 @@ the rates of outputs 20 V f / |f| + b, 20 being the scale of cosines with which 
 (``core.heads``). The curvature in W is at most |f|^2 / C where all classes are equally probable, else |f|^2 / 2:
 larger rates overshoot where feature vectors are nearly parallel. Many epochs replace them, because those on stored
 features take little time. On few examples, SGD generalizes better than AdamW, which weighs all features alike.
-Gradients are not clipped, because their norms grow with |f|.
+Gradients are not clipped, because their norms grow with |f|. The loss is convex in the head, and random weights would
+stay where features vary little.
 
 The state of the server decides whether the rounds take place (``HeadRounds.request``), because only the server learns
 whether the clients send statistics. The method sees its own rounds only, counted from 0, and in its first one clients
@@ -24,6 +25,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import final
+
+import torch
 
 from fedspan.core.heads import SCALE
 from fedspan.core.method import Memory, Wrapper
@@ -70,13 +73,15 @@ class HeadRounds(Wrapper):
     epochs: int | None = None
 
     def request(self, state: ServerState, *, is_short: bool) -> ServerState:
-        """Return a state before the first round in which the rounds take place.
+        """Return a state before the first round in which the rounds take place, with a head of zeros.
 
         Args:
             state: The state.
             is_short: Whether orders hold the extras alone, because the method starts from the pretrained model.
         """
-        return replace(state, scalars={**state.scalars, ROUNDS: self.rounds, SHORT: is_short})
+        zeros = {name: torch.zeros_like(state.tensors[name]) for name in self._names}
+        scalars = {**state.scalars, ROUNDS: self.rounds, SHORT: is_short}
+        return replace(state, tensors={**state.tensors, **zeros}, scalars=scalars)
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         inner, own = _split_state(state)
