@@ -73,6 +73,20 @@ def split_docstring(cls: type[Any]) -> tuple[str, str, str, str]:
     return idea[0].upper() + idea[1:], citation, "\n\n".join(parts), deviations[:1].upper() + deviations[1:]
 
 
+def read_measured() -> dict[str, str]:
+    """Read a sentence on each method from the tables of the benchmark's page."""
+    found: dict[str, list[str]] = {}
+    page = (DOCS / "benchmark.md").read_text(encoding="utf-8")
+    for section in page.split("\n## "):
+        rows = [re.split(r" *\| *", line)[1:-1] for line in section.splitlines() if re.match(r"\| [a-z]", line)]
+        if rows and rows[0][0] == "method":
+            reference = rows[1]
+            for name, _, score, _, size in rows[1:]:
+                than = "" if name == reference[0] else f" (FedIT {reference[2].split()[0]})"
+                found.setdefault(name, []).append(f"{score.split()[0]} %{than}, {size} MB")
+    return {name: f"[Benchmark](../benchmark.md): {'; '.join(cells)}." for name, cells in found.items()}
+
+
 def format_options(options: list[Option]) -> str:
     """A list of options, none if there are no options."""
     rows = [f"- `{option.name}` ({option.default}): {option.help.replace('``', '`')}" for option in options]
@@ -101,7 +115,7 @@ def format_page(row: MethodRow | WrapperRow) -> str:
         idea=idea,
         body=body,
         when=facts["when"],
-        traffic=" ".join([traffic, facts.get("cost", "")]).strip(),
+        traffic=" ".join(part for part in (traffic, facts.get("cost"), MEASURED.get(row.key)) if part),
         config=shown.strip(),
         options=format_options(options),
         deviations=deviations or "None.",
@@ -122,6 +136,9 @@ def format_tables() -> str:
     for row in list_wrappers():
         lines.append(f"| [`{row.key}`](methods/{row.key}.md) | {row.idea} | {FACTS[row.key]['traffic']} |")
     return "\n".join(lines) + "\n"
+
+
+MEASURED = read_measured()
 
 
 def list_pages() -> dict[Path, str]:
