@@ -503,14 +503,8 @@ ENTRIES = st.lists(
 
 
 def everything(totals: Totals) -> dict[str, object]:
-    return {
-        direction: (
-            totals.run(direction),
-            [totals.count_round(direction, round) for round in totals.rounds],
-            [totals.count_client(direction, client) for client in totals.clients],
-        )
-        for direction in DIRECTIONS
-    }
+    rounds = totals.rounds
+    return {way: (totals.run(way), [totals.count_round(way, round) for round in rounds]) for way in DIRECTIONS}
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -523,7 +517,6 @@ def test_sums_are_rebuilt_from_a_file(tmp_path: Path, entries: list[tuple[int, s
             ledger.record(*entry)
         assert ledger.commit().length == path.stat().st_size
         assert everything(read_totals(path)) == everything(ledger.totals)
-        assert read_totals(path).clients == tuple(sorted({entry[1] for entry in entries}))
         for direction in DIRECTIONS:
             of_direction = [entry for entry in entries if entry[2] == direction]
             assert ledger.totals.run(direction) == TrafficCount(
@@ -534,18 +527,16 @@ def test_sums_are_rebuilt_from_a_file(tmp_path: Path, entries: list[tuple[int, s
     assert len(path.read_bytes().splitlines()) == len(entries)
 
 
-def test_by_round_and_client(tmp_path: Path) -> None:
+def test_by_round(tmp_path: Path) -> None:
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         ledger.record(1, "a", "down", 10, 8)
         ledger.record(1, "b", "down", 20, 16)
         ledger.record(2, "a", "up", 5, 4)
         ledger.record(2, "a", "down", 1, 0)
         totals = ledger.totals
-    assert totals.run("down") == TrafficCount(3, 31, 24)
+    assert (totals.run("down"), totals.rounds) == (TrafficCount(3, 31, 24), (1, 2))
     assert totals.count_round("down", 1) == TrafficCount(2, 30, 24)
     assert totals.count_round("up", 1) == TrafficCount()
-    assert totals.count_client("down", "a") == TrafficCount(2, 11, 8)
-    assert (totals.rounds, totals.clients) == ((1, 2), ("a", "b"))
 
 
 def test_what_is_not_for_training_is_counted_apart(tmp_path: Path) -> None:
@@ -557,7 +548,6 @@ def test_what_is_not_for_training_is_counted_apart(tmp_path: Path) -> None:
         ledger.commit()
     for totals in (ledger.totals, read_totals(path)):
         assert totals.run("down") == totals.count_purpose("down", "train") == TrafficCount(1, 10, 8)
-        assert totals.clients == ("a",)
         assert totals.out_of_round == {"evaluate": {"down": 30, "up": 0}, "export": {"down": 5, "up": 0}}
 
 

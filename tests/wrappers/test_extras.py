@@ -510,9 +510,8 @@ def test_a_client_of_the_head_s_rounds_has_the_base_with_which_the_method_starts
     adapted, head = Problem().adapted(), NewHead("head", True, 1.0, is_alone=True)
     method = HeadRounds(inner=FLoRG(spec=adapted.spec, center=True), rounds=1, head=head)
     tensors = {"extras/head.weight": torch.zeros(2, 4), "extras/head.bias": torch.zeros(2)}
-    begun = method.init(adapted)
-    begun = replace(begun, tensors={**begun.tensors, **tensors})
-    state = method.request(begun, is_short=False).advance_round()
+    state = method.init(adapted)
+    state = method.request(replace(state, tensors={**state.tensors, **tensors}), is_short=False).advance_round()
     bases = [method.sync(state, Client("west", 2, 1.0, 1, 1.0, last_round=round)).base for round in (None, 0)]
     assert bases == [state.base.build_patch(None), None]
     assert state.base.moved

@@ -32,24 +32,20 @@ class TrafficCount:
 
 
 class Totals:
-    """Sums over a ledger, by direction: training traffic of the run, each round and each client; other purposes."""
+    """Sums over a ledger, by direction: training traffic of the run and each round; other purposes."""
 
     def __init__(self) -> None:
         self._purposes: dict[tuple[Direction, Purpose], TrafficCount] = {}
         self._runs: dict[Direction, TrafficCount] = {}
         self._rounds: dict[tuple[Direction, int], TrafficCount] = {}
-        self._clients: dict[tuple[Direction, str], TrafficCount] = {}
 
-    def add(
-        self, round: int, client: str, direction: Direction, tally: TrafficCount, purpose: Purpose = "train"
-    ) -> None:
+    def add(self, round: int, direction: Direction, tally: TrafficCount, purpose: Purpose = "train") -> None:
         """Count one message."""
         self._purposes[direction, purpose] = self.count_purpose(direction, purpose) + tally
         if purpose != "train":
             return
         self._runs[direction] = self.run(direction) + tally
         self._rounds[direction, round] = self.count_round(direction, round) + tally
-        self._clients[direction, client] = self.count_client(direction, client) + tally
 
     def count_purpose(self, direction: Direction, purpose: Purpose) -> TrafficCount:
         """Return the traffic for one purpose."""
@@ -72,19 +68,10 @@ class Totals:
         """Return the training traffic of one round."""
         return self._rounds.get((direction, round), TrafficCount())
 
-    def count_client(self, direction: Direction, client: str) -> TrafficCount:
-        """Return the training traffic of one client."""
-        return self._clients.get((direction, client), TrafficCount())
-
     @property
     def rounds(self) -> tuple[int, ...]:
         """Rounds with training traffic, ascending."""
         return tuple(sorted({round for _, round in self._rounds}))
-
-    @property
-    def clients(self) -> tuple[str, ...]:
-        """Clients with training traffic, sorted."""
-        return tuple(sorted({client for _, client in self._clients}))
 
 
 def read_totals(path: Path) -> Totals:
@@ -98,13 +85,13 @@ def read_totals(path: Path) -> Totals:
         match row:
             case {
                 "round": int() as round,
-                "client": str() as client,
+                "client": str(),
                 "direction": "down" | "up" as direction,
                 "bytes": int() as size,
                 "payload": int() as payload,
             } if (purpose := row.get("purpose", "train")) in get_args(Purpose):  # none in early ledgers: training only
                 tally = TrafficCount(1, size, payload)
-                totals.add(round, client, cast(Direction, direction), tally, cast(Purpose, purpose))
+                totals.add(round, cast(Direction, direction), tally, cast(Purpose, purpose))
             case _:
                 raise FedspanError(f"{path}, line {number}", row, "an entry of the ledger")
     return totals
@@ -128,7 +115,7 @@ class Ledger:
         """
         row: dict[str, object] = {"round": round, "client": client, "direction": direction}
         self._lines.append({**row, "bytes": size, "payload": payload, "purpose": purpose})
-        self.totals.add(round, client, direction, TrafficCount(1, size, payload), purpose)
+        self.totals.add(round, direction, TrafficCount(1, size, payload), purpose)
 
     def commit(self) -> Position:
         """Commit the recorded lines, as ``JsonLines.commit``."""
