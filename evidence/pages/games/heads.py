@@ -37,7 +37,7 @@ WEIGHT, BIAS = "extras/classifier.weight", "extras/classifier.bias"
 HEAD_PROTECTIONS = tuple(name for name in PROTECTIONS if name != "dp-sgd")
 """Protections of which ``train_head`` can run the rounds: dp-sgd does not train on stored features."""
 ROUNDS = 4
-"""Rounds of the head: those of ``fedspan init``'s 20 in a deployment."""
+"""Rounds of the head: those that a deployment adds to the 12 of ``fedspan init``."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def train_many(heads: Heads, runs: Sequence[Sequence[np.ndarray]], seed: int) ->
     rows = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
     is_own = torch.arange(rows.shape[1]) < torch.tensor([len(part) for part in parts])[:, None]
     start = heads.nodes.federation.begin().state.tensors
-    model = [start[name].expand(len(runs), *start[name].shape) for name in (WEIGHT, BIAS)]
+    model = [torch.zeros(len(runs), *start[name].shape) for name in (WEIGHT, BIAS)]
     rates = [RATE * start[BIAS].numel() ** 0.5 * scale for scale in (SCALE**2, 1.0)]
     privacy, training = heads.nodes.engine.privacy, heads.nodes.federation.training
     clip, noise, size, steps = None, 0.0, BATCH, None
