@@ -368,6 +368,7 @@ def build_table(cells: Mapping[str, Any], args: argparse.Namespace) -> str:
     lines = ["| data | partition | what | seeds | accuracy, % | errors / PEFT's | errors / regression's |"]
     lines.append("|---|---|---|---:|---:|---:|---:|")
     means: dict[tuple[str, str], list[float]] = {}
+    starts = ["", "| data | partition | without statistics minus with, points |", "|---|---|---|"]
     for name in args.only:
         rows = read_rows(name, cells, args)
         heads = [scores for (_, title), scores in rows.items() if title.startswith("PEFT")]
@@ -383,7 +384,11 @@ def build_table(cells: Mapping[str, Any], args: argparse.Namespace) -> str:
                 + " | ".join((name, partition, title, f"{len(scores)}", format_interval(list(scores.values())), *texts))
                 + " |"
             )
-    lines += ["", "| partition | what | sets | errors / PEFT's | upper limit |", "|---|---|---:|---:|---:|"]
+        for partition in PARTITIONS:
+            with_them, without = (rows.get((partition, title), {}) for title in STARTS)
+            if changes := [without[seed] - score for seed, score in with_them.items() if seed in without]:
+                starts.append(f"| {name} | {partition} | {format_interval(changes)} |")
+    lines += [*starts, "", "| partition | what | sets | errors / PEFT's | upper limit |", "|---|---|---:|---:|---:|"]
     for (partition, title), values in means.items():
         center, upper = (math.exp(value) for value in estimate(values, 0.95))
         lines.append(f"| {partition} | {title} | {len(values)} | {center:.2f} | {upper:.2f} |")
