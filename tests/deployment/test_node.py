@@ -20,7 +20,6 @@ from fedspan.clients.host import Host
 from fedspan.config.node import NodeConfig
 from fedspan.deployment.base_offers import BaseFile
 from fedspan.deployment.console import ConsoleFormatter
-from fedspan.deployment.deploy import build_invitation
 from fedspan.deployment.handshake import Introduction, Invitation, build_server_config, compute_base_digest
 from fedspan.deployment.last_order import LastOrder, LastOrderFile, load_last_order
 from fedspan.deployment.node import NodeService
@@ -228,8 +227,7 @@ def test_a_known_run_keeps_its_config(changes: dict[str, Any], tiny_folder: Path
         order = replace(decode_order(transport.sent[0]), serial=decode_order(transport.sent[0]).serial + 10**6)
         assert decode_reply(service.answer(order.to_envelope())).failed is None  # under the config that it agreed to
     assert UsageBook(node(tiny_folder, tmp_path)).get_account().runs == charged
-    same = json.loads(build_invitation(run.config, "run").config)
-    assert introduced(NodeService(node(tiny_folder, tmp_path)), same).refused is None
+    assert introduced(NodeService(node(tiny_folder, tmp_path)), values(tiny_folder)).refused is None
     other = introduced(NodeService(node(tiny_folder, tmp_path)), values(tiny_folder, **changes), run="another")
     assert other.refused is None
 

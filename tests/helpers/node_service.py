@@ -8,7 +8,6 @@ from fedspan import __version__
 from fedspan.assembly.run import Prepared
 from fedspan.assembly.server import build_server_clients, connect, prepare_server
 from fedspan.config.node import NodeConfig
-from fedspan.deployment.deploy import build_invitation
 from fedspan.deployment.handshake import Introduction, Invitation, build_server_config, compute_base_digest
 from fedspan.deployment.node import NodeService
 from fedspan.deployment.submission import explain_base
@@ -75,7 +74,7 @@ def served(tiny_folder: Path, service: NodeService, **changes: Any) -> tuple[Pre
 def serve(given: dict[str, Any], service: NodeService) -> tuple[Prepared, Direct]:
     """A server's run of a deployment's config with one node, whose base is the server's."""
     prepared = prepare_server(build_server_config(given))
-    introduction = introduced(service, json.loads(build_invitation(prepared.config, "run").config))
+    introduction = introduced(service, given)
     assert introduction.refused is None
     assert explain_base(prepared, compute_base_digest(prepared.model), introduction) is None
     transport = Direct(service)
