@@ -81,7 +81,7 @@ def read_measured() -> dict[str, str]:
         rows = [re.split(r" *\| *", line)[1:-1] for line in section.splitlines() if re.match(r"\| [a-z]", line)]
         if rows and rows[0][0] == "method":
             reference = rows[1]
-            for name, _, score, _, size in rows[1:]:
+            for name, _, score, _, size, *_ in rows[1:]:
                 than = "" if name == reference[0] else f" (FedIT {reference[2].split()[0]})"
                 found.setdefault(name, []).append(f"{score.split()[0]} %{than}, {size} MB")
     return {name: f"[Benchmark](../benchmark.md): {'; '.join(cells)}." for name, cells in found.items()}

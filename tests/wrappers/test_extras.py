@@ -19,7 +19,6 @@ from fedspan.assembly.run import Prepared, prepare
 from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import is_extra, join_extra_name, split_extras
 from fedspan.core.values import Client, Job, Message, OptimizerSpec, Spec
-from fedspan.deployment.deploy import build_invitation
 from fedspan.deployment.handshake import build_server_config
 from fedspan.deployment.node import NodeService
 from fedspan.diagnostics.round_diagnosis import diagnose_round
@@ -532,9 +531,9 @@ def test_an_interrupted_run_has_the_bits_of_an_uninterrupted_one(stop: int, tiny
 def test_a_deployment_begins_with_the_rounds(tiny_folder: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"model": {"head_init": "auto"}, "federation": {"rounds": 5}}
     service = NodeService(node_service.node(tiny_folder, tmp_path / "node"))
-    config, notes = build_server_config(node_service.values(tiny_folder, **changes)), Notes()
-    assert config.federation.rounds == 6
-    run, transport = node_service.serve(json.loads(build_invitation(config, "run").config), service)
+    run, transport = node_service.served(tiny_folder, service, **changes)
+    notes = Notes()
+    config = build_server_config(node_service.values(tiny_folder, **changes))
     start.run(config, tmp_path / "run", build=lambda *_: run, listener=notes)
     assert "rounds 1 to 1 train the head alone (model.head_rounds)" in notes.notes
     rows = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]

@@ -37,7 +37,7 @@ WEIGHT, BIAS = "extras/classifier.weight", "extras/classifier.bias"
 HEAD_PROTECTIONS = tuple(name for name in PROTECTIONS if name != "dp-sgd")
 """Protections of which ``train_head`` can run the rounds: dp-sgd does not train on stored features."""
 ROUNDS = 4
-"""Rounds of the head: those that a deployment adds to the 12 of ``fedspan init``."""
+"""Rounds that train the head alone in a deployment of the config of ``fedspan init``."""
 
 
 @dataclass(frozen=True)

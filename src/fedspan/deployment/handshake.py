@@ -174,11 +174,8 @@ def build_server_config(values: Mapping[str, Any]) -> RunConfig:
     run_values = {**run_values, "data": {**data, "train": NOWHERE, "test_fraction": 0.0}}
     config = parse_config(run_values)
     if config.model.head_init == "auto":
-        # No statistics of nodes unless the run's operator asks for them: more rounds, the first ones, train the head.
-        start, rounds = {"head_init": "random", "head_rounds": config.head_rounds}, config.federation.rounds
-        if config.model.head_rounds == "auto" and config.model.adapter is None:  # which has a trained head
-            rounds += config.head_rounds
-        run_values["federation"] = {**(values.get("federation") or {}), "rounds": rounds}
+        # No statistics of nodes unless the run's operator asks for them: the first rounds train the head instead.
+        start = {"head_init": "random", "head_rounds": config.head_rounds}
         config = parse_config({**run_values, "model": {**(values.get("model") or {}), **start}})
     buffered = config.federation.buffered
     if buffered is not None and buffered.replay is not None:

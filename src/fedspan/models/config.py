@@ -61,8 +61,8 @@ class ModelConfig(Section):
     round, or random. auto: by task and model; random where the statistics do not apply. See docs/head-start.md."""
     head_rounds: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Classification: number of federation.rounds, the first ones, that train the head alone if it is new and starts at
-    random. auto: a third of five or more, 5 at most, where head_init: auto starts at random; in a deployment, as many
-    are added. None for head_init: random, privacy or federation.buffered, and if model.extras is not averaged."""
+    random. auto: a third of five or more, 5 at most, where head_init: auto starts at random, as in a deployment; none
+    for head_init: random, privacy or federation.buffered, and none if model.extras is not averaged."""
     adapter: str | None = Field(default=None, min_length=1)
     """Folder of a PEFT LoRA adapter to start from."""
     max_length: int = Field(default=128, ge=2)
